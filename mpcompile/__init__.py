@@ -7,12 +7,12 @@ import sys
 from types import ModuleType
 from typing import Any, NoReturn
 
-from . import _torch as _torch
+from .torch_inside import version as _torch  # noqa: F401  isort: skip  # before what needs torch
 from ._version import __version__
 from .api import mpcompile
 from .diagnosis import calibrate, diagnose
 from .errors import MPCompileError, MPCompileWarning
-from .finalize import finalize
+from .integrations.export import finalize
 from .optim import MPOptimizer
 from .preview.explain import explain, plan_for
 from .records import compiled_plans, loss_scale_of

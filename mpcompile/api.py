@@ -17,7 +17,6 @@ from typing_extensions import Unpack
 from .backend import mpcompile_backend
 from .capture.provenance import names_in
 from .capture.rebound import check_torch, gradients_of_rebound
-from .check_module import check_module, for_weights, matching_no_module
 from .devices.registry import is_supported
 from .errors import MPCompileError, MPCompileWarning, did_you_mean, kind_of
 from .lower.accumulation import accumulate_in_fp32
@@ -30,6 +29,7 @@ from .ranks import ddp
 from .records import Record, records
 from .rules.policy import Level, Policy, around
 from .runtime import uncalled
+from .runtime.check_module import check_module, for_weights, matching_no_module
 from .runtime.left_to_python import Looking
 from .runtime.module_call import ModuleCall, running
 from .runtime.owned_backend import compiled_by

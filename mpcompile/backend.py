@@ -32,7 +32,7 @@ from .runtime.outside_products import counted
 from .scaling import hooks, parameters
 from .settings import Settings
 from .torch_inside.dynamo import traced_code
-from .torch_inside.dynamo_names import RestartAnalysis
+from .torch_inside.names import RestartAnalysis
 from .training import training_of
 
 # Called with the plan of each graph; the plan may say that the graph was left in FP32.

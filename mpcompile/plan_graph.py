@@ -28,8 +28,7 @@ from .planner.target import Target
 from .rules.formats import Format
 from .rules.policy import Config
 from .settings import Settings
-from .torch_inside.amp import autocast_off
-from .torch_inside.dynamo import compile_lock
+from .torch_inside.names import autocast_off, compile_lock
 
 __all__ = ["Facts", "Planned", "plan_graph"]
 

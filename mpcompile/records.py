@@ -8,17 +8,16 @@ from typing import Any
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from .check_module import for_weights
 from .errors import MPCompileError, kind_of
 from .plans.graph_plan import GraphPlan
 from .ranks import ddp
+from .runtime.check_module import for_weights
 from .scaling import parameters
 from .scaling.loss_scale import LossScale
 from .scaling.skipped_steps import Repairs
 from .settings import OPTIONS, Settings
-from .torch_inside.health import refuse
 from .torch_inside.modules import unwrapped
-from .torch_inside.private_names import Part
+from .torch_inside.private_names import Part, refuse
 
 
 class Record:

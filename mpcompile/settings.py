@@ -24,7 +24,6 @@ from typing import Any, TypedDict, TypeVar
 import torch
 
 from . import pipeline, rules
-from ._torch import NEWEST, check_torch_version, warn_if_untested
 from .capture.provenance import Names, nobody
 from .errors import MPCompileError, did_you_mean
 from .lower.emitter import check_inductor
@@ -33,8 +32,8 @@ from .ranks.refuse import check_ranks
 from .rules.op_names import op_exists
 from .rules.policy import LOW_DTYPES, Level, Policy, parse_dtype, parse_level
 from .scaling.loss_scale import LossScale
-from .torch_inside.health import refuse
-from .torch_inside.private_names import Part
+from .torch_inside.private_names import Part, refuse
+from .torch_inside.version import NEWEST, check_torch_version, warn_if_untested
 from .verify.verdicts import Verify
 
 F = TypeVar("F", bound=Callable[..., Any])

@@ -9,8 +9,7 @@ import torch
 
 from benchmarks.harness.timing import Arm, far_behind, idle_wait, take_turns
 from mpcompile.profile import Profile, load
-from mpcompile.profile.calls import build
-from mpcompile.profile.grid import Point
+from mpcompile.profile.calls import Point, build
 from mpcompile.profile.model import KINDS
 
 from . import shapes

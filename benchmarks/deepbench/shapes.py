@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mpcompile.profile.grid import Point
+from mpcompile.profile.calls import Point
 
 __all__ = ["CPU", "CUDA", "QUICK", "Shape"]
 

@@ -11,26 +11,26 @@ from pathlib import Path
 import torch
 
 import mpcompile
-from mpcompile.devices.info import device_facts
+from mpcompile.devices.registry import capabilities
 
 __all__ = ["environment"]
 
 
 def environment(device: torch.device) -> dict[str, str]:
     """Everything a reader needs to judge or repeat the numbers; no paths, no host names."""
-    facts = device_facts(device)
+    one = capabilities(device)
     return {
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
         "commit": _commit(),
         "mpcompile": mpcompile.__version__,
         "torch": torch.__version__,
         "python": platform.python_version(),
-        "device": facts.device,
-        "name": _cpu_name() if device.type == "cpu" else facts.name,
+        "device": str(one.device),
+        "name": _cpu_name() if device.type == "cpu" else one.name(),
         "instructions": ", ".join(_cpu_flags()),
-        "matrix units": facts.matrix_units,
-        "memory": facts.memory,
-        **facts.libraries,
+        "matrix units": one.units(),
+        "memory": one.memory_text(),
+        **one.libraries(),
         **(_cuda_settings() if device.type == "cuda" else {}),
         "threads": str(torch.get_num_threads()),
         "load average at the start": f"{os.getloadavg()[0]:.1f} of {os.cpu_count()} cores",

@@ -8,8 +8,8 @@ import torch
 from torch import fx
 
 from ..ir.targets import AUTOCAST
-from ..torch_inside import pytree
-from ..torch_inside.ops import HigherOrderOperator, OpOverload, schema
+from ..torch_inside.graphs import schema
+from ..torch_inside.names import HigherOrderOperator, OpOverload, pytree
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 

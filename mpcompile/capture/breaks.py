@@ -10,7 +10,7 @@ from traceback import FrameSummary
 import torch
 from torch import fx
 
-from ..torch_inside.dynamo_names import counters
+from ..torch_inside.names import counters
 
 __all__ = ["skipped_since", "skips", "why_it_ends"]
 

@@ -32,11 +32,16 @@ from ..ir.fakes import fake_twin, like
 from ..ir.targets import SET_GRAD_ENABLED
 from ..ir.values import is_foreign
 from ..rules import UNKNOWN
-from ..torch_inside.amp import autocast_off
-from ..torch_inside.autograd import allow_saved_hooks, forbid_saved_hooks, saved_hooks_forbidden
-from ..torch_inside.fakes import FakeTensor
-from ..torch_inside.modes import is_traceable_wrapper_subclass
-from ..torch_inside.ops import OpOverload, schema
+from ..torch_inside.graphs import schema
+from ..torch_inside.names import (
+    FakeTensor,
+    OpOverload,
+    allow_saved_hooks,
+    autocast_off,
+    forbid_saved_hooks,
+    is_traceable_wrapper_subclass,
+    saved_hooks_forbidden,
+)
 from .place import Place, record_modes
 from .provenance import complete_module_paths, copy_provenance, source
 from .replay import Replay

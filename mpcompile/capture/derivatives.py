@@ -33,11 +33,16 @@ from ..errors import CannotRewrite, MPCompileError
 from ..ir import aten, op_name, set_inner_gradient
 from ..ir.targets import AUTOCAST, CHECKPOINT, INVOKE_SUBGRAPH, differentiates, nesting
 from ..ir.units import is_tracked, twin
-from ..torch_inside import pytree
-from ..torch_inside.autograd import GET_DATA, set_grad_enabled
-from ..torch_inside.modes import TorchDispatchMode, torch_functions_off
-from ..torch_inside.ops import HigherOrderOperator
-from ..torch_inside.tensors import is_functorch_wrapped_tensor, unwrap_if_dead
+from ..torch_inside.names import (
+    GET_DATA,
+    HigherOrderOperator,
+    TorchDispatchMode,
+    is_functorch_wrapped_tensor,
+    pytree,
+    set_grad_enabled,
+    torch_functions_off,
+    unwrap_if_dead,
+)
 from .autocast_arguments import Arguments, in_fp32, method_in_fp32
 from .history import current_tracer, derivation
 from .place import Place

@@ -11,7 +11,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, s
 
 from ..ir import is_getitem, written
 from ..ir.units import grad_fns, is_tracked
-from ..torch_inside import pytree
+from ..torch_inside.names import pytree
 
 
 def current_tracer() -> Any:

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
-from ..torch_inside.autograd import top_saved_hooks
-from ..torch_inside.fakes import FakeTensorMode
+from ..torch_inside.names import FakeTensorMode, top_saved_hooks
 
 
 @contextlib.contextmanager

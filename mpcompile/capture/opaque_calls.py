@@ -13,8 +13,7 @@ from ..errors import CannotRewrite
 from ..ir.dtypes import SHORT
 from ..ir.fakes import like
 from ..ir.targets import ENTER_AUTOCAST, EXIT_AUTOCAST
-from ..torch_inside import pytree
-from ..torch_inside.modes import torch_functions_off
+from ..torch_inside.names import pytree, torch_functions_off
 from .history import current_tracer
 from .place import Place
 

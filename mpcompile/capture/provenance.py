@@ -10,15 +10,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..torch_inside import pytree
-from ..torch_inside.graphs import (
-    ConstantSource,
-    rename,
-    set_source,
-    set_sources,
-    source_of,
-    sources_of,
-)
+from ..torch_inside.graphs import rename, set_source, set_sources, source_of, sources_of
+from ..torch_inside.names import ConstantSource, pytree
 
 
 def copy_provenance(gm: fx.GraphModule, traced: fx.GraphModule) -> None:

@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from .._torch import is_untested
 from ..errors import CannotRewrite, MPCompileError
-from ..torch_inside.dynamo import OutputGraph, SideEffects, TensorVariable, compile_lock
+from ..torch_inside.names import OutputGraph, SideEffects, TensorVariable, compile_lock
 from ..torch_inside.private_names import MissingInTorch
 from ..torch_inside.replace import method, reads_of
+from ..torch_inside.version import is_untested
 
 # `p += x` and its like, where tensors do that in place: `p @= x` makes a new one.
 _IN_PLACE = frozenset(

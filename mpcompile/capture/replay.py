@@ -36,12 +36,9 @@ from ..ir.targets import (
 )
 from ..ir.units import grad_fns
 from ..rules import PACKETS
-from ..torch_inside import pytree
-from ..torch_inside.autograd import GET_DATA
 from ..torch_inside.graphs import CHECKPOINT_CONTEXT
-from ..torch_inside.health import why_off
-from ..torch_inside.ops import HigherOrderOperator
-from ..torch_inside.private_names import Part
+from ..torch_inside.names import GET_DATA, HigherOrderOperator, pytree
+from ..torch_inside.private_names import Part, why_off
 from .autocast_arguments import Arguments, in_fp32, method_in_fp32
 from .derivatives import stretches, write_out
 from .history import current_tracer, has_custom_backward, known_as_before

@@ -13,7 +13,7 @@ from torch import fx
 
 from ..errors import CannotRewrite
 from ..scaling import foreign
-from ..torch_inside.fakes import FakeTensorMode, TracingContext
+from ..torch_inside.names import FakeTensorMode, TracingContext
 from .provenance import source
 from .rebound import check_reached
 from .regions import region_around

@@ -16,9 +16,8 @@ from ..devices.registry import capabilities, default_device, supported
 from ..errors import MPCompileError, in_one_line
 from ..ir.dtypes import HALF
 from ..records import compiled_plans
-from ..torch_inside.health import why_off
-from ..torch_inside.private_names import GONE, Part, take_all
-from ..verify.toolchain import toolchain
+from ..torch_inside.private_names import GONE, Part, why_off
+from ..verify.verdicts import toolchain
 from .common import Commands, known_device, show
 
 __all__ = ["add"]
@@ -41,7 +40,6 @@ def add(commands: Commands) -> None:
 
 def _check(options: argparse.Namespace, console: Console) -> int:
     device = known_device(options.device) or default_device()
-    take_all()
     for line in (_versions(), *_units(), *_names()):
         show(console, line)
     failed = bool(GONE)
@@ -70,8 +68,8 @@ def _units() -> Iterator[str]:
 
 def _names() -> Iterator[str]:
     yield f"private names of torch that are missing: {len(GONE) or 'none'}"
-    for name in GONE:
-        yield f"  {name.path.replace(':', '.')}, which {name.why}: {name.part.value}"
+    for part, why in GONE:
+        yield f"  {why}: {part.value}"
 
 
 def _trained(level: str, device: torch.device) -> str:

@@ -12,14 +12,13 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from .._torch import NEWEST, OLDEST, RANGE, check_torch_version, is_untested
 from .._version import __version__
-from ..devices.info import device_facts
-from ..devices.registry import default_device
+from ..devices.registry import capabilities, default_device
 from ..errors import MPCompileError
 from ..profile import Profile, Sample, store
 from ..profile.measure import measure
 from ..profile.model import KINDS, flops
+from ..torch_inside.version import NEWEST, OLDEST, RANGE, check_torch_version, is_untested
 from .common import Commands, Help, known_device, new_file, show
 
 _LOW = {torch.bfloat16: "BF16", torch.float16: "FP16"}
@@ -71,7 +70,7 @@ def _seconds(text: str) -> float:
 
 
 def _info(options: argparse.Namespace, console: Console) -> int:
-    facts = device_facts(known_device(options.device))
+    one = capabilities(known_device(options.device) or default_device())
     supported = True
     try:
         check_torch_version(torch.__version__)
@@ -85,12 +84,12 @@ def _info(options: argparse.Namespace, console: Console) -> int:
         "torch": f"{torch.__version__} ({within}{newer})",
         "tested with torch": tested,
         "python": f"{platform.python_version()} on {platform.platform()}",
-        "device": f"{facts.device}: {facts.name}",
-        "memory": facts.memory,
-        "low-precision units": facts.matrix_units,
-        'dtype="auto"': str(facts.dtype),
-        "why": facts.reason,
-        **facts.libraries,
+        "device": f"{one.device}: {one.name()}",
+        "memory": one.memory_text(),
+        "low-precision units": one.units(),
+        'dtype="auto"': str(one.auto),
+        "why": one.why_auto(),
+        **one.libraries(),
         **{name: value for name, value in os.environ.items() if name.startswith(_VARIABLES)},
     }
     table = Table(show_header=False, box=None)

@@ -185,6 +185,11 @@ class Capabilities:
         """Bytes of memory, or None if unknown."""
         return int(self._module.get_device_properties(self.device).total_memory)
 
+    def memory_text(self) -> str:
+        """Its size: `"15.6 GiB"`, or `"unknown"`."""
+        memory = self.memory()
+        return "unknown" if memory is None else f"{memory / 2**30:.1f} GiB"
+
     def free_memory(self) -> int | None:
         """Bytes of memory that are free now, or None if unknown."""
         ask = getattr(self._module, "mem_get_info", None)

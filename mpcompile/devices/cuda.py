@@ -5,22 +5,30 @@ The list of AMD targets with matrix instructions is from ROCm's "GPU hardware sp
 
 from __future__ import annotations
 
+import ctypes
+import functools
+import re
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 import torch
 
 from .capabilities import Capabilities
 from .gpus import GPU
-from .nvidia_driver import driver_version
 from .tensor_cores import TensorCores, cuda_matrix_units, cuda_tensor_cores, multiply_in
 
-__all__ = ["CUDA", "AbsentGPU", "ROCm", "cuda_or_rocm"]
+__all__ = ["CUDA", "AbsentGPU", "ROCm", "cuda_or_rocm", "driver_version"]
 
 _LOW_SUMS = {
     torch.float16: "allow_fp16_reduced_precision_reduction",
     torch.bfloat16: "allow_bf16_reduced_precision_reduction",
 }
+
+# NVIDIA's kernel module tells its version in Linux's /proc, else NVML is asked.
+PROC = Path("/proc/driver/nvidia/version")
+NVML = ("libnvidia-ml.so.1", "nvml.dll")
+_LONGEST = 80  # NVML_SYSTEM_DRIVER_VERSION_BUFFER_SIZE of nvml.h
 
 # AMD's targets with matrix instructions: CDNA's MFMA, RDNA 3's and 4's WMMA.
 _AMD_UNITS = ("gfx908", "gfx90a", "gfx94", "gfx95", "gfx11", "gfx12")
@@ -155,3 +163,38 @@ def _triton_version() -> str:
         return version("triton")
     except PackageNotFoundError:
         return "no (Inductor needs it to compile for CUDA)"
+
+
+@functools.cache
+def driver_version() -> str:
+    """The version, such as "570.86.15"; `""` where neither is there, as under ROCm.
+
+    A container may have the driver's libraries without its part of /proc.
+    """
+    return _from_proc() or _from_nvml()
+
+
+def _from_proc() -> str:
+    try:
+        text = PROC.read_text()
+    except OSError:
+        return ""
+    found = re.search(r"Kernel Module.*?\s(\d+(?:\.\d+)+)\s", text)
+    return found.group(1) if found else ""
+
+
+def _from_nvml() -> str:
+    for name in NVML:
+        try:
+            library = ctypes.CDLL(name)
+        except OSError:
+            continue
+        text = ctypes.create_string_buffer(_LONGEST)
+        if library.nvmlInit_v2() != 0:
+            continue
+        try:
+            if library.nvmlSystemGetDriverVersion(text, ctypes.c_uint(_LONGEST)) == 0:
+                return text.value.decode()
+        finally:
+            library.nvmlShutdown()
+    return ""

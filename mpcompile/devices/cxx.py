@@ -10,7 +10,7 @@ import torch
 
 from ..torch_inside.inductor import cpp_compiler
 
-__all__ = ["GCC_FLAG", "miscopies_tiles", "tuning", "was_seen_to_miscopy"]
+__all__ = ["GCC_FLAG", "miscopies_tiles", "said", "tuning"]
 
 GCC_FLAG = "-fno-tree-loop-distribute-patterns"
 """A flag of g++'s that costs no time, and cures its copies of tiles (`GCC_MISCOPIES_TILES`)."""
@@ -24,21 +24,16 @@ def miscopies_tiles() -> bool:
     return has_vectors and tuning(cpp_compiler()) == "generic"
 
 
-def was_seen_to_miscopy() -> bool:
-    """Whether it is of a version in which the fault was seen (11.3 and 12.2), too."""
-    return miscopies_tiles() and _said(cpp_compiler(), "-dumpversion").split(".")[0] in ("11", "12")
-
-
 def tuning(compiler: str | None) -> str | None:
     """The CPU that a g++ tunes for where it is told to take this one; None of other compilers."""
-    said = _said(compiler, "-march=native", "-Q", "--help=target")
-    found = re.search(r"^\s*-mtune=\s+(\S+)", said, re.MULTILINE)
+    target = said(compiler, "-march=native", "-Q", "--help=target")
+    found = re.search(r"^\s*-mtune=\s+(\S+)", target, re.MULTILINE)
     return found.group(1) if found else None
 
 
 @functools.cache
-def _said(compiler: str | None, *asked: str) -> str:
-    """What a compiler says; nothing if it doesn't understand."""
+def said(compiler: str | None, *asked: str) -> str:
+    """What a compiler says to arguments; nothing if it doesn't understand."""
     if compiler is None:
         return ""
     try:

@@ -25,8 +25,8 @@ class GPU:
         bandwidth: of its memory, bytes/s.
         fp32: FLOP/s of FP32 products outside of Tensor Cores.
         low: FLOP/s of FP16 products, and of BF16 ones if `bf16`.
-        bf16: whether it multiplies in BF16 as fast as in FP16.
         shared: bytes of shared memory that one block may use.
+        bf16: whether it multiplies in BF16 as fast as in FP16.
     """
 
     name: str
@@ -36,50 +36,40 @@ class GPU:
     bandwidth: float
     fp32: float
     low: float
-    bf16: bool
     shared: int
+    bf16: bool = True
 
 
-_GIB, _TERA = 2**30, 1e12
-
-
-def _gpu(
-    name: str, capability: tuple[int, int], processors: int, *, gib: int, terabytes: float,
-    fp32: float, low: float, shared: int, bf16: bool = True,
-) -> GPU:  # fmt: skip
-    return GPU(
-        name, capability, processors, gib * _GIB, terabytes * _TERA, fp32 * _TERA, low * _TERA,
-        bf16, shared,
-    )  # fmt: skip
-
+_GIB = 2**30
 
 GPUS: dict[str, GPU] = {
-    "h200": _gpu(
-        "NVIDIA H200", (9, 0), 132, gib=141, terabytes=4.8, fp32=67, low=989, shared=232448
+    "h200": GPU(
+        "NVIDIA H200", (9, 0), 132,
+        memory=141 * _GIB, bandwidth=4.8e12, fp32=67e12, low=989e12, shared=232448,
     ),
-    "h100": _gpu(
+    "h100": GPU(
         "NVIDIA H100 80GB HBM3", (9, 0), 132,
-        gib=80, terabytes=3.35, fp32=67, low=989, shared=232448,
+        memory=80 * _GIB, bandwidth=3.35e12, fp32=67e12, low=989e12, shared=232448,
     ),
-    "a100": _gpu(
+    "a100": GPU(
         "NVIDIA A100-SXM4-80GB", (8, 0), 108,
-        gib=80, terabytes=2.039, fp32=19.5, low=312, shared=166912,
+        memory=80 * _GIB, bandwidth=2.039e12, fp32=19.5e12, low=312e12, shared=166912,
     ),
-    "rtx4090": _gpu(
+    "rtx4090": GPU(
         "NVIDIA GeForce RTX 4090", (8, 9), 128,
-        gib=24, terabytes=1.008, fp32=82.6, low=165.2, shared=101376,
+        memory=24 * _GIB, bandwidth=1.008e12, fp32=82.6e12, low=165.2e12, shared=101376,
     ),
-    "t4": _gpu(
+    "t4": GPU(
         "Tesla T4", (7, 5), 40,
-        gib=16, terabytes=0.32, fp32=8.1, low=65, shared=65536, bf16=False,
+        memory=16 * _GIB, bandwidth=0.32e12, fp32=8.1e12, low=65e12, shared=65536, bf16=False,
     ),
-    "v100": _gpu(
+    "v100": GPU(
         "Tesla V100-SXM2-16GB", (7, 0), 80,
-        gib=16, terabytes=0.9, fp32=15.7, low=125, shared=98304, bf16=False,
+        memory=16 * _GIB, bandwidth=0.9e12, fp32=15.7e12, low=125e12, shared=98304, bf16=False,
     ),
-    "p100": _gpu(
+    "p100": GPU(
         "Tesla P100-SXM2-16GB", (6, 0), 56,
-        gib=16, terabytes=0.732, fp32=10.6, low=21.2, shared=49152, bf16=False,
+        memory=16 * _GIB, bandwidth=0.732e12, fp32=10.6e12, low=21.2e12, shared=49152, bf16=False,
     ),
 }  # fmt: skip
 """The GPUs known by name."""

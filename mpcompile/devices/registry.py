@@ -1,8 +1,11 @@
-"""The one place that lists device types: device type -> the capabilities of its devices."""
+"""The one place that lists device types: device type -> the capabilities of its devices; and what
+is done with devices of all types: random states are kept.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -11,7 +14,15 @@ from .capabilities import Capabilities
 from .cpu import CPU
 from .cuda import cuda_or_rocm
 
-__all__ = ["KINDS", "capabilities", "default_device", "is_supported", "supported"]
+__all__ = [
+    "KINDS",
+    "RandomState",
+    "capabilities",
+    "default_device",
+    "is_supported",
+    "supported",
+    "unchanged",
+]
 
 KINDS: dict[str, Callable[[torch.device], Capabilities]] = {"cuda": cuda_or_rocm, "cpu": CPU}
 """The device types that mpcompile compiles for. The first that this machine has is the default."""
@@ -46,3 +57,32 @@ def default_device() -> torch.device:
     """The first device of the first type that this machine has: CUDA before the CPU."""
     found = next(one for one in map(capabilities, KINDS) if one.is_there())
     return torch.device(found.device.type, 0) if found.count() else found.device
+
+
+# -- random states ---------------------------------------------------------------------------------
+
+
+class RandomState:
+    """The states of the host's and some devices' generators at the time this is made.
+
+    Devices of an unsupported type are left out: mpcompile draws no random numbers there.
+    """
+
+    def __init__(self, devices: Iterable[torch.device]) -> None:
+        used = dict.fromkeys((torch.device("cpu"), *filter(is_supported, devices)))
+        self._states = [(one, one.random_state()) for one in map(capabilities, used)]
+
+    def restore(self) -> None:
+        """Restore all of these states."""
+        for one, state in self._states:
+            one.set_random_state(state)
+
+
+@contextmanager
+def unchanged(devices: Iterable[torch.device]) -> Iterator[None]:
+    """A context that leaves the random states of the host and the devices unchanged."""
+    before = RandomState(devices)
+    try:
+        yield
+    finally:
+        before.restore()

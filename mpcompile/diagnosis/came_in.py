@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ..scaling.messages import is_bad
-from ..torch_inside import pytree
+from ..torch_inside.names import pytree
 from .sides import Sides
 
 __all__ = ["not_finite_in"]

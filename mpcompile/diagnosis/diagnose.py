@@ -18,7 +18,6 @@ import torch
 from torch import nn
 
 from .. import ir
-from ..check_module import check_module, for_weights
 from ..errors import MPCompileError, did_you_mean
 from ..observe.compared import relative_error
 from ..observe.fault import Fault, Kind, Runs
@@ -30,9 +29,10 @@ from ..pipeline import Planned
 from ..plans.graph_plan import PlanNode
 from ..records import pinned_in, recorded, studied
 from ..rules.policy import Level
+from ..runtime.check_module import check_module, for_weights
 from ..scaling import parameters
 from ..settings import OPTIONS, Settings
-from ..torch_inside import pytree
+from ..torch_inside.names import pytree
 from .came_in import not_finite_in
 from .checks import check_loss_fn, check_trained
 from .low_side import low_dtype_of, run_low

@@ -35,8 +35,8 @@ from ..runtime.module_call import running
 from ..scaling.overflows import weakly
 from ..scaling.skipped_steps import Repairs
 from ..settings import Settings
-from ..torch_inside import pytree
 from ..torch_inside.modules import buffers_of
+from ..torch_inside.names import pytree
 
 Loss = Callable[[Any], torch.Tensor]
 Step = Callable[[Callable[..., Any]], torch.Tensor]

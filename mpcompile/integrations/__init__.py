@@ -1,1 +1,1 @@
-"""Trainers of other libraries: each module imports the library that it is named after."""
+"""Other tools: `torch.export`, and trainers of libraries, of which each module imports its own."""

@@ -25,7 +25,7 @@ from torch import fx
 from torch.fx.node import map_arg
 
 from .. import rules
-from ..torch_inside.ops import schema
+from ..torch_inside.graphs import schema
 from .edit import argument
 from .layout import has_own_memory
 from .marks import Role, role

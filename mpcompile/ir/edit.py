@@ -8,9 +8,8 @@ import torch
 from torch import fx
 from torch.fx.node import map_arg
 
-from ..torch_inside.fakes import enable_python_dispatcher
-from ..torch_inside.graphs import set_source
-from ..torch_inside.ops import schema
+from ..torch_inside.graphs import schema, set_source
+from ..torch_inside.names import enable_python_dispatcher
 from .marks import Mark, set_mark
 from .shapes import Path
 from .values import fake_mode, positions

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ..torch_inside.fakes import FakeTensor, TracingContext
+from ..torch_inside.names import FakeTensor, TracingContext
 
 
 def fake_twin(value: Any, context: TracingContext) -> Any:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from ..torch_inside.amp import enter_autocast, exit_autocast
-from ..torch_inside.autograd import set_grad_enabled
+from ..torch_inside.names import enter_autocast, exit_autocast, set_grad_enabled
 
 CHECKPOINT = torch.ops.higher_order.tag_activation_checkpoint
 INVOKE_SUBGRAPH = torch.ops.higher_order.invoke_subgraph

@@ -33,9 +33,8 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from .. import ir
 from ..operators import library
 from ..rules import RNN_OPS
-from ..torch_inside import pytree
-from ..torch_inside.autograd import function_of
-from ..torch_inside.fakes import DataDependentOutputException, enable_python_dispatcher
+from ..torch_inside.names import DataDependentOutputException, enable_python_dispatcher, pytree
+from ..torch_inside.tensors import function_of
 from .fakes import like
 from .inputs import GraphInputs
 

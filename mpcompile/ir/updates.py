@@ -17,7 +17,8 @@ import torch
 from torch import fx
 
 from .. import ir
-from ..torch_inside.tensors import is_functorch_wrapped_tensor, storage_of
+from ..torch_inside.names import is_functorch_wrapped_tensor
+from ..torch_inside.tensors import storage_of
 
 
 def is_update(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> bool:

@@ -12,8 +12,8 @@ from torch.fx.node import map_arg
 
 from .. import rules
 from ..rules.op_names import op_key
-from ..torch_inside.fakes import FakeTensor, FakeTensorMode
-from ..torch_inside.ops import HigherOrderOperator, OpOverload, schema
+from ..torch_inside.graphs import schema
+from ..torch_inside.names import FakeTensor, FakeTensorMode, HigherOrderOperator, OpOverload
 from .fakes import like
 from .shapes import Size
 

@@ -31,13 +31,12 @@ from ..passes.joint.keep_sources import keep_sources
 from ..passes.joint.keep_written_inputs import keep_written_inputs
 from ..rules import PACKETS
 from ..scaling.second_backward import noticed, of_compiled
-from ..torch_inside import aot
-from ..torch_inside.amp import autocast_is_on, autocast_off
+from ..torch_inside import names
 from ..torch_inside.graphs import CHECKPOINT_CONTEXT
-from ..torch_inside.health import refuse, why_off
-from ..torch_inside.inductor import compile_fx
-from ..torch_inside.private_names import Part
-from ..verify.compile import compile_verified
+from ..torch_inside.inductor import boxed
+from ..torch_inside.names import autocast_is_on, autocast_off, compile_fx
+from ..torch_inside.private_names import Part, refuse, why_off
+from ..verify.first_call import compile_verified
 from ..verify.verdicts import Verify
 from .fusing import gains, is_apart
 from .islands import Compiler, compile_around_rnns, has_rnn, name_rnns
@@ -195,7 +194,7 @@ def _inductor(
         return lambda gm, inputs: compile_verified(gm, inputs, whole.config, asked)
     compiler = functools.partial(compile_fx, inner_compile=inner, config_patches=whole.config)
     # The backward is handed to `inner` now, not when somebody calls `backward()`.
-    eager = aot.settings(enable_autograd_cache=False, force_non_lazy_backward_lowering=True)
+    eager = names.aot_settings(enable_autograd_cache=False, force_non_lazy_backward_lowering=True)
     return eager(compiler)  # type: ignore[no-any-return]
 
 
@@ -232,11 +231,11 @@ def _recomputing(compile_graph: Compiler) -> Compiler:
     from stored values, except if the backward must write it out as a whole: the operands of
     products, such as the results of GELU and of a norm. A setting of Inductor's lifts that.
     """
-    return aot.settings(ban_recompute_materialized_backward=False)(compile_graph)  # type: ignore[no-any-return]
+    return names.aot_settings(ban_recompute_materialized_backward=False)(compile_graph)  # type: ignore[no-any-return]
 
 
 def _aot_eager(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-    compile_graph = aot.aot_autograd(
+    compile_graph = names.aot_autograd(
         fw_compiler=_op_by_op, bw_compiler=_op_by_op,
         partition_fn=AndThen(None, _KEPT), keep_inference_input_mutations=True,
     )  # fmt: skip
@@ -248,7 +247,7 @@ def _op_by_op(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[...
 
     (Inductor's code calls no operator that autocast changes.)
     """
-    return aot.boxed(_without_autocast(aot.boxed_nop(gm, list(example_inputs))))
+    return boxed(_without_autocast(names.boxed_nop(gm, list(example_inputs))))
 
 
 def _without_autocast(function: Callable[..., Any]) -> Callable[..., Any]:

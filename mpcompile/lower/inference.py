@@ -18,11 +18,10 @@ from .. import ir
 from .._version import __version__
 from ..devices.registry import capabilities
 from ..ir import aten
-from ..torch_inside.amp import autocast_off
-from ..torch_inside.fakes import FakeTensorMode, TracingContext, tracing
 from ..torch_inside.graphs import STATIC_INPUT, set_source, set_sources
 from ..torch_inside.inductor import has_setting, results_of
-from ..verify.compile import compile_verified
+from ..torch_inside.names import FakeTensorMode, TracingContext, autocast_off, tracing
+from ..verify.first_call import compile_verified
 from ..verify.verdicts import Verify
 
 # Takes a list of the inputs, which it may empty, and returns all results.

@@ -51,8 +51,7 @@ from torch import fx
 from ..errors import CannotRewrite
 from ..ir.fakes import fake_twin
 from ..rules import PACKETS, RNN_OPS
-from ..torch_inside.autograd import set_grad_enabled
-from ..torch_inside.fakes import TracingContext, enable_python_dispatcher, tracing
+from ..torch_inside.names import TracingContext, enable_python_dispatcher, set_grad_enabled, tracing
 from .sections import Section, bind, connect, outline, schedule
 
 Compiler = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]

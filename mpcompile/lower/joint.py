@@ -31,8 +31,13 @@ from ..passes.joint.unscale_together import unscale_together
 from ..passes.joint.widen_weight_gradients import widen_weight_gradients
 from ..rules.policy import Level
 from ..torch_inside import inductor
-from ..torch_inside.aot import CHECKPOINTED, min_cut_rematerialization_partition
-from ..torch_inside.inductor import CustomGraphPass, CustomPartitionerFn, get_hash_for_files
+from ..torch_inside.inductor import CHECKPOINTED
+from ..torch_inside.names import (
+    CustomGraphPass,
+    CustomPartitionerFn,
+    get_hash_for_files,
+    min_cut_rematerialization_partition,
+)
 
 OPTION = "joint_custom_post_pass"
 LOWERED = "post_grad_custom_post_pass"

@@ -17,8 +17,7 @@ from torch import fx
 from ..errors import CannotRewrite
 from ..ir.targets import ENTER_AUTOCAST, SET_GRAD_ENABLED
 from ..rules import RNN_OPS
-from ..torch_inside.graphs import set_source, set_sources, source_of, sources_of
-from ..torch_inside.ops import schema
+from ..torch_inside.graphs import schema, set_source, set_sources, source_of, sources_of
 
 aten = torch.ops.aten
 

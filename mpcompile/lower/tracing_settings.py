@@ -41,11 +41,9 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from ..errors import MPCompileError
 from ..scaling import low_gradients
-from ..torch_inside import aot, dynamo
-from ..torch_inside.dynamo import CallbackArgs
-from ..torch_inside.dynamo_names import RestartAnalysis, config
+from ..torch_inside import dynamo, names
+from ..torch_inside.names import CallbackArgs, RestartAnalysis, dynamo_config, pytree
 from ..torch_inside.private_names import MissingInTorch
-from ..torch_inside.pytree import tree_leaves
 
 VALUE_SIZES = {"capture_dynamic_output_shape_ops": True}
 
@@ -78,7 +76,7 @@ def traced_with(
     def set_all() -> AbstractContextManager[Any]:
         always = {"allow_unspec_int_on_nn_module": True, "ignore_logger_methods": _left_out()}
         patches: dict[str, Any] = {**always, **settings}
-        patched: AbstractContextManager[Any] = config.patch(patches)
+        patched: AbstractContextManager[Any] = dynamo_config.patch(patches)
         return patched
 
     wanted = [*contexts, set_all, _inner_gradients]
@@ -106,7 +104,7 @@ def _differentiate(theirs: Any, variable: Any, tx: Any, *args: Any, **kwargs: An
     """Dynamo's tracing of `torch.autograd.grad`."""
     create_graph = kwargs.get("create_graph")
     inner = create_graph is not None and create_graph.as_python_constant()
-    with config.patch(trace_autograd_ops=True) if inner else contextlib.nullcontext():
+    with dynamo_config.patch(trace_autograd_ops=True) if inner else contextlib.nullcontext():
         return theirs(variable, tx, *args, **kwargs)
 
 
@@ -118,7 +116,7 @@ def _inner_gradients() -> Iterator[None]:
     """In this context, Dynamo traces gradients that are differentiated; no other thread compiles.
     Where this torch can't, the graph ends at them.
     """
-    with dynamo.compile_lock, contextlib.ExitStack() as undo:
+    with names.compile_lock, contextlib.ExitStack() as undo:
         with contextlib.suppress(MissingInTorch):
             if not _GRAD.is_applied:  # by a function that is called in this one
                 _GRAD.apply()
@@ -129,7 +127,7 @@ def _inner_gradients() -> Iterator[None]:
 def _left_out() -> set[Callable[..., Any]]:
     """Methods of loggers that are not called: the user's own, and those that say a thing once."""
     once = getattr(logging.Logger, "warning_once", None)
-    return {*config.ignore_logger_methods, *([once] if once is not None else [])}
+    return {*dynamo_config.ignore_logger_methods, *([once] if once is not None else [])}
 
 
 def _listen() -> None:
@@ -204,7 +202,7 @@ def _close() -> None:
 
 def _anew() -> RestartAnalysis:
     """Of the errors by which Dynamo traces anew, the one that a backend may raise."""
-    return dynamo.TensorifyScalarRestartAnalysis()
+    return names.TensorifyScalarRestartAnalysis()
 
 
 @contextlib.contextmanager
@@ -218,20 +216,20 @@ def or_broken(gm: fx.GraphModule) -> Iterator[None]:
         yield
         return
     try:
-        with aot.settings(force_non_lazy_backward_lowering=True):
+        with names.aot_settings(force_non_lazy_backward_lowering=True):
             yield
     except (MPCompileError, RestartAnalysis):
         raise
     except Exception:
-        wanted = config.capture_dynamic_output_shape_ops
+        wanted = dynamo_config.capture_dynamic_output_shape_ops
         if not wanted or not _thread.wanted:
             raise
-        broken = config.patch(dict.fromkeys(VALUE_SIZES, False))
+        broken = dynamo_config.patch(dict.fromkeys(VALUE_SIZES, False))
         _thread.setting.enter_context(broken)
         raise _anew() from None
 
 
 def _has_value_sizes(graph: fx.Graph) -> bool:
-    values = tree_leaves([node.meta.get("example_value") for node in graph.nodes])
+    values = pytree.tree_leaves([node.meta.get("example_value") for node in graph.nodes])
     sized = (v for v in values if isinstance(v, (torch.Tensor, torch.SymInt)))
     return any(map(free_unbacked_symbols, sized))

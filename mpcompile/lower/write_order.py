@@ -30,7 +30,7 @@ from ..devices.torch_faults import (
 )
 from ..passes.joint.order_pools import order_pools
 from ..passes.joint.widen_maxima import widen_maxima
-from ..torch_inside import inductor
+from ..torch_inside import inductor, names
 from .joint import LOWERED, behind
 
 
@@ -38,7 +38,7 @@ def inductor_for(mode: str | None, options: Mapping[str, Any] | None) -> Any:
     """Inductor as torch.compile itself calls it for `mode` and `options` (options beat mode), with
     faults below the graph gone round. Its attribute `config` holds the settings.
     """
-    return inductor.InductorBackend(mode, _kept(options), None)
+    return names.InductorBackend(mode, _kept(options), None)
 
 
 def _kept(options: Mapping[str, Any] | None) -> dict[str, Any] | None:
@@ -59,7 +59,7 @@ def _kept(options: Mapping[str, Any] | None) -> dict[str, Any] | None:
 _CONTRACT = "cpp.enable_floating_point_contract_flag"
 
 
-class KeepOrder(inductor.CustomSchedulerPass):  # type: ignore[misc]
+class KeepOrder(names.CustomSchedulerPass):
     """Make each node keep its dependencies; `theirs`: the user's pass, which runs before."""
 
     def __init__(self, theirs: Any = None) -> None:
@@ -78,20 +78,20 @@ class KeepOrder(inductor.CustomSchedulerPass):  # type: ignore[misc]
     def uuid(self) -> Any:
         """This file's hash, and what the user's pass says; None ("don't cache") if that is None."""
         if self.theirs is None:
-            return inductor.get_hash_for_files((__file__,))
+            return names.get_hash_for_files((__file__,))
         theirs = self.theirs.uuid() if hasattr(self.theirs, "uuid") else None
-        return theirs and (theirs, inductor.get_hash_for_files((__file__,)))
+        return theirs and (theirs, names.get_hash_for_files((__file__,)))
 
 
 def _keep(node: Any) -> None:
     """Let the node put back its dependencies after it has worked out its reads anew."""
-    kinds = (inductor.StarDep, inductor.WeakDep)
+    kinds = (names.StarDep, names.WeakDep)
 
     def keeping(compute: Callable[..., None]) -> Callable[..., None]:
         def compute_and_keep(*args: Any, **kwargs: Any) -> None:
             added = [dep for dep in node.read_writes.reads if isinstance(dep, kinds)]
             compute(*args, **kwargs)
-            known = node.read_writes.with_read(inductor.OrderedSet(added))
+            known = node.read_writes.with_read(names.OrderedSet(added))
             node.set_read_writes(known.rename(node.mutation_renames))
 
         return compute_and_keep

@@ -14,7 +14,7 @@ from torch import fx
 
 from .. import ir
 from ..ir.dtypes import HALF
-from ..torch_inside import pytree
+from ..torch_inside.names import pytree
 from .case import NEAR, Case, dtype_of, low_name, readers, text
 from .compared import source_of_value
 from .fault import Fault, Kind

@@ -21,10 +21,9 @@ from torch import fx
 from .. import ir
 from ..ir.dtypes import HALF
 from ..ir.units import GradFn, grad_fns
-from ..torch_inside import pytree
-from ..torch_inside.amp import autocast_off
-from ..torch_inside.autograd import version
-from ..torch_inside.ops import OpOverload, schema
+from ..torch_inside.graphs import schema
+from ..torch_inside.names import OpOverload, autocast_off, pytree
+from ..torch_inside.tensors import version
 from .numbers import Numbers, floats_of, histogram
 from .record import BackwardStep, Record
 

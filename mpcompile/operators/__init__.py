@@ -1,5 +1,5 @@
 """mpcompile's own operators, registered with torch.library when this room is imported."""
 
-from . import cast_all, fused_head, kept, library, rnn_layer, take_step, unscale_all
+from . import fused_head, library, rnn_layer
 
-__all__ = ["cast_all", "fused_head", "kept", "library", "rnn_layer", "take_step", "unscale_all"]
+__all__ = ["fused_head", "library", "rnn_layer"]

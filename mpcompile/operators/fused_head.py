@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from ..devices.registry import capabilities
-from ..torch_inside.tensors import check
+from ..torch_inside.names import check
 
 NONE, MEAN, SUM = 0, 1, 2  # as in aten::cross_entropy_loss
 
@@ -248,7 +248,7 @@ def _gradients(
 
 def _fake_forward(
     x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, class_weight: Tensor | None,
-    reduction: int, ignore_index: int, label_smoothing: float, chunk: int | None,
+    reduction: int, *rest: Any,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     _check(x, weight, target)
     lse = x.new_empty(x.shape[0], dtype=_wide(x))
@@ -256,12 +256,9 @@ def _fake_forward(
 
 
 def _fake_backward(
-    grad: Tensor,
-    x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, class_weight: Tensor | None,
-    reduction: int, ignore_index: int, label_smoothing: float, chunk: int | None,
-    lse: Tensor, wanted: Sequence[bool],
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    return _gradients(x, weight, bias, wanted)
+    grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _gradients(x, weight, bias, wanted=rest[-1])
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

@@ -1,26 +1,54 @@
-"""Library operators: the two that carry loss scaling through a graph, and a softmax for O2.
+"""Small operators: they carry loss scaling through a graph, mark a place or a value in it, or
+handle many tensors at once; and a softmax for O2.
 
 They are registered with torch.library so that they are ordinary OpOverloads: AOTAutograd's cache
-accepts those (a Python callable in the graph would bypass it). Each is CompositeImplicitAutograd
-over an autograd.Function: AOTAutograd traces into it, and the compiled graph is plain arithmetic.
-
-The result shares its input's memory, but as a `detach()`: autograd forbids in-place writes to a
-view that an autograd.Function returns, and a program may well write to our graph's results.
-
-They are differentiable once. In a second differentiation the gradient would enter in the middle,
-unscaled, and leave divided by the scale. It is refused, as AOTAutograd does for compiled graphs.
+accepts those (a Python callable in the graph would bypass it).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
 
+from ..torch_inside.names import copy_all
 from ..torch_inside.tensors import sparse_values
 
 _LIBRARY = torch.library.Library("mpcompile", "DEF")
+
+
+def _define(
+    schema: str, run: Callable[..., Any], fake: Callable[..., Any], *, fixed_layout: bool = False
+) -> None:
+    """Register an operator without autograd.
+
+    Args:
+        fixed_layout: tell Inductor that operands must lie as the graph says. It may copy one in
+            order to lay it out, and writes the copy back only where it knows of that.
+    """
+    name = schema.partition("(")[0]
+    _LIBRARY.define(schema, tags=(torch.Tag.needs_fixed_stride_order,) if fixed_layout else ())
+    _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"mpcompile::{name}", fake, lib=_LIBRARY)
+
+
+def _nothing(*args: Any) -> None:
+    """The fake of an operator that returns nothing."""
+
+
+# -- loss scaling ----------------------------------------------------------------------------------
+#
+# Each is CompositeImplicitAutograd over an autograd.Function: AOTAutograd traces into it, and the
+# compiled graph is plain arithmetic.
+#
+# The result shares its input's memory, but as a `detach()`: autograd forbids in-place writes to a
+# view that an autograd.Function returns, and a program may well write to our graph's results.
+#
+# They are differentiable once. In a second differentiation the gradient would enter in the middle,
+# unscaled, and leave divided by the scale. It is refused, as AOTAutograd does for compiled graphs.
+
 _LIBRARY.define("scale_grad(Tensor(a) x, Tensor scale) -> Tensor(a)")
 _LIBRARY.define("unscale_grad(Tensor(a) x, Tensor scale, Tensor found) -> Tensor(a)")
 
@@ -77,6 +105,11 @@ def _unscale_grad(x: torch.Tensor, scale: torch.Tensor, found: torch.Tensor) -> 
     return UnscaleGrad.apply(x, scale, found)  # type: ignore[no-untyped-call,no-any-return]
 
 
+_LIBRARY.impl("scale_grad", _scale_grad, "CompositeImplicitAutograd")
+_LIBRARY.impl("unscale_grad", _unscale_grad, "CompositeImplicitAutograd")
+
+# -- softmax at O2 ---------------------------------------------------------------------------------
+
 _LIBRARY.define("softmax_low(Tensor x, int dim, ScalarType dtype, bool safe) -> Tensor")
 
 
@@ -110,5 +143,68 @@ def _softmax_low(x: torch.Tensor, dim: int, dtype: torch.dtype, safe: bool) -> t
 
 
 _LIBRARY.impl("softmax_low", _softmax_low, "CompositeImplicitAutograd")
-_LIBRARY.impl("scale_grad", _scale_grad, "CompositeImplicitAutograd")
-_LIBRARY.impl("unscale_grad", _unscale_grad, "CompositeImplicitAutograd")
+
+# -- a value that is computed once -----------------------------------------------------------------
+
+
+def _kept_backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+    return gradient
+
+
+# A copy that no fusion reaches across. Inductor inlines what is computed from few values into each
+# loop that reads it, and hands a value of the low dtype on within a loop without its rounding. What
+# lies in this copy's memory was rounded, and the partitioner, which doesn't compute it again, keeps
+# it for the backward.
+_define("kept(Tensor values) -> Tensor", torch.clone, torch.clone)
+torch.library.register_autograd("mpcompile::kept", _kept_backward, lib=_LIBRARY)
+
+# -- many tensors at once --------------------------------------------------------------------------
+
+
+def _cast_all(tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
+    """Each in memory of its own, laid out as it was. On a GPU that is one kernel, where each cast
+    by itself would be one.
+    """
+    made = _fake_cast_all(tensors, dtype)
+    copy_all(made, list(tensors))
+    return made
+
+
+def _fake_cast_all(tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
+    return [torch.empty_like(t, dtype=dtype) for t in tensors]
+
+
+def _unscale_all(
+    gradients: Sequence[torch.Tensor], found: torch.Tensor, inverse: torch.Tensor
+) -> None:
+    """Each gradient times `inverse`, in place; `found` = 1 if an element was inf or nan. It is the
+    kernel that GradScaler launches for all gradients of an optimizer.
+    """
+    torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default(gradients, found, inverse)
+
+
+_define(
+    "cast_all(Tensor[] tensors, ScalarType dtype) -> Tensor[]",
+    _cast_all,
+    _fake_cast_all,
+    fixed_layout=True,
+)
+_define(
+    "unscale_all(Tensor(a!)[] gradients, Tensor(b!) found, Tensor inverse) -> ()",
+    _unscale_all,
+    _nothing,
+    fixed_layout=True,
+)
+
+# -- the place of an optimizer's step in a traced training step ------------------------------------
+
+
+def _take_step(number: int, params: Sequence[torch.Tensor], grads: Sequence[torch.Tensor]) -> None:
+    """Only a mark: `mpcompile/whole_step` puts the optimizer's own step there."""
+    raise RuntimeError(
+        f"mpcompile::take_step({number}, ...) marks a place in a graph; it can't run"
+    )
+
+
+# It writes to the parameters, so no tracer takes it for dead code, or moves reads across it.
+_define("take_step(int number, Tensor(a!)[] params, Tensor[] grads) -> ()", _take_step, _nothing)

@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 
-from ..torch_inside.modes import below_autograd
-from ..torch_inside.ops import schema
+from ..torch_inside.graphs import schema
+from ..torch_inside.names import below_autograd
 
 _LIBRARY = torch.library.Library("mpcompile", "FRAGMENT")
 _FORWARD = torch.ops.aten.mkldnn_rnn_layer.default

@@ -17,8 +17,7 @@ from ..ranks.zero import is_zero
 from ..scaling.loss_scale import LossScale
 from ..settings import OPTIONS
 from ..torch_inside.distributed import overlaps_backward
-from ..torch_inside.health import refuse
-from ..torch_inside.private_names import Part
+from ..torch_inside.private_names import Part, refuse
 from .inputs import parameters_of
 from .masters import is_low
 from .trace_context import raw_step

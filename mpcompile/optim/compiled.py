@@ -26,9 +26,7 @@ from ..ir.fakes import like
 from ..ir.step import Slot
 from ..lower.inference import Function, compile_inference, options_for_joins
 from ..lower.write_order import inductor_for
-from ..torch_inside.fakes import FakeTensorMode
-from ..torch_inside.graphs import ConstantSource
-from ..torch_inside.ops import OpOverload
+from ..torch_inside.names import ConstantSource, FakeTensorMode, OpOverload
 from ..verify.verdicts import Verify
 
 __all__ = [

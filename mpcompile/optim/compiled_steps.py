@@ -26,7 +26,7 @@ from ..devices.registry import capabilities
 from ..errors import CannotRewrite, MPCompileWarning
 from ..ir.step import StepConfig
 from ..torch_inside.dynamo import compile_session
-from ..torch_inside.modes import modes_off
+from ..torch_inside.names import modes_off
 from . import fused
 from .compiled import Emit
 from .fingerprint import Fingerprint

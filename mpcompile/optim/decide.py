@@ -31,8 +31,7 @@ from ..ir.scale import STATE_DTYPES, ScaleState, settled
 from ..ir.step import FACTOR, NORM, SKIPPED, Ranks, Slot, StepConfig
 from ..plans.dump import Dump
 from ..plans.trace import trace_step
-from ..torch_inside.fakes import FakeTensorMode
-from ..torch_inside.tensors import norm_of_each
+from ..torch_inside.names import FakeTensorMode, norm_of_each
 from .compiled import Emit, Program
 
 __all__ = ["Decision", "decided", "graph_of_decision", "norms_of", "written_by_decision"]

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from ..ranks.shards import local
 from ..scaling import guard
-from ..torch_inside.amp import autocast_off
+from ..torch_inside.names import autocast_off
 from .first_state import with_gradients
 from .key import StepKey
 from .masters import follow, in_fp32, is_low

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from ..torch_inside.tensors import TensorGuards
+from ..torch_inside.names import TensorGuards
 
 
 class Fact:

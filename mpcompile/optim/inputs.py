@@ -15,8 +15,7 @@ from ..ir.fakes import like
 from ..ir.step import Slot
 from ..ranks.shards import local, place_gradient
 from ..ranks.zero import is_zero, partition_of
-from ..torch_inside.fakes import FakeTensorMode
-from ..torch_inside.graphs import ConstantSource
+from ..torch_inside.names import ConstantSource, FakeTensorMode
 from .masters import entries_of, updated_by
 
 

@@ -15,9 +15,7 @@ from .. import ir
 from ..devices.registry import capabilities
 from ..ir.step import FACTOR, SKIPPED, Slot
 from ..ranks.shards import local
-from ..torch_inside.amp import autocast_is_on, autocast_off
-from ..torch_inside.autograd import set_grad_enabled
-from ..torch_inside.tensors import copy_all
+from ..torch_inside.names import autocast_is_on, autocast_off, copy_all, set_grad_enabled
 from .compiled import Cut, Emit, Program, serves_vectors, without_numbers
 from .decide import Decision
 from .fused import fused_step

@@ -36,7 +36,7 @@ from .. import ir
 from ..errors import CannotRewrite, in_one_line
 from ..ir import aten
 from ..ir.step import Slot
-from ..torch_inside.fakes import DataDependentOutputException
+from ..torch_inside.names import DataDependentOutputException
 from .inputs import Inputs, Member, Setting
 from .shadow import Shadow
 from .trace_context import tracing

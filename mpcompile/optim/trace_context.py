@@ -13,8 +13,8 @@ import torch
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
-from ..torch_inside.amp import autocast_off
 from ..torch_inside.dynamo import compile_session
+from ..torch_inside.names import autocast_off
 from ..torch_inside.optimizers import without_wrappers
 from ..torch_inside.replace import Spot, put
 

@@ -27,7 +27,7 @@ from .. import ir
 from ..ir import aten
 from ..ir.shapes import Lanes, Path, Size
 from ..rules.labels import DIMS
-from ..torch_inside.amp import autocast_off
+from ..torch_inside.names import autocast_off
 
 Held = Mapping[int, Lanes]  # dimension -> the lanes at its end
 

@@ -19,7 +19,7 @@ from torch import fx
 from .. import ir
 from ..ir.shapes import Labels, Path, Product, Size
 from ..rules.labels import NAMED, signature
-from ..torch_inside.ops import schema
+from ..torch_inside.graphs import schema
 
 _GEMM_DIMS = ("batch", "m", "n", "k")
 
@@ -203,10 +203,30 @@ def _convolution(node: fx.Node) -> Product | None:
         "kernel": math.prod(kernel[2:]),
         "groups": groups,
     }
+    fixed = {} if groups == 1 else dict.fromkeys(("in", "out"), "each group is a product alone")
+    return _conv(operands, (*batch, "out", *spatial), sizes, fixed)
+
+
+def _conv_tbc(node: fx.Node) -> Product:
+    kernel, channels, out = ir.shape(ir.argument(node, "weight"))
+    time, batch = ir.shape(node)[:2]
+    sizes = {
+        "batch": batch, "positions": time, "in": channels, "out": out, "kernel": kernel, "groups": 1
+    }  # fmt: skip
+    operands: dict[Path, Labels] = {(0,): (None, None, "in"), (1,): (None, "in", "out")}
+    return _conv({**operands, (2,): ("out",)}, (None, None, "out"), sizes, {})
+
+
+def _conv(
+    operands: Mapping[Path, Labels],
+    result: Labels,
+    sizes: Mapping[str, Size],
+    fixed: Mapping[str, str],
+) -> Product:
     return Product(
         kind="conv",
         operands=operands,
-        result=(*batch, "out", *spatial),
+        result=result,
         sizes=sizes,
         dims={
             "batch": ("batch",), "positions": ("positions",), "in_channels": ("in",),
@@ -215,26 +235,7 @@ def _convolution(node: fx.Node) -> Product | None:
         terms=(tuple(sizes),),
         strides=("in_channels", "out_channels"),
         added=frozenset({(2,)}) & operands.keys(),
-        fixed={} if groups == 1 else dict.fromkeys(("in", "out"), "each group is a product alone"),
-    )  # fmt: skip
-
-
-def _conv_tbc(node: fx.Node) -> Product:
-    kernel, channels, out = ir.shape(ir.argument(node, "weight"))
-    time, batch = ir.shape(node)[:2]
-    sizes = {"batch": batch, "positions": time, "in": channels, "out": out, "kernel": kernel}
-    return Product(
-        kind="conv",
-        operands={(0,): (None, None, "in"), (1,): (None, "in", "out"), (2,): ("out",)},
-        result=(None, None, "out"),
-        sizes={**sizes, "groups": 1},
-        dims={
-            "batch": ("batch",), "positions": ("positions",), "in_channels": ("in",),
-            "out_channels": ("out",), "kernel": ("kernel",), "groups": ("groups",),
-        },
-        terms=(tuple(sizes),),
-        strides=("in_channels", "out_channels"),
-        added=frozenset({(2,)}),
+        fixed=fixed,
     )  # fmt: skip
 
 

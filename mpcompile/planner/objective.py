@@ -5,7 +5,7 @@
 
 stored   A value that leaves its kernel is written once, and read once for each reader behind it: 4
          bytes an element each time in FP32, 2 in FP16 and BF16; the difference is counted. A value
-         leaves if a reader is in another kernel (see fusion.py), or if the backward reads it. A
+         leaves if a reader is in another kernel (`Fusion`), or if the backward reads it. A
          reader that is already LOW doesn't count: it gets a low copy in any case.
 time     What the device profile predicts for a product in either dtype, forward and backward,
          counted in the bytes that memory moves meanwhile. Without a profile products stay LOW.
@@ -36,9 +36,8 @@ from ..padding.products import product
 from ..rules import Keeps, Kind
 from ..rules.policy import Config, Level
 from .constraints import Constraints, Item, Rounded
-from .fusion import Fusion
 from .min_cut import NEVER
-from .reads import cast_weights, elements, is_view, read_by, readers, root
+from .reads import Fusion, cast_weights, elements, is_view, read_by, readers, root
 from .times import seconds
 
 UNIT = 16  # of a byte

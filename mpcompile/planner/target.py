@@ -1,7 +1,7 @@
 """What a graph is planned for: facts about a device, from the device itself or a data sheet.
 
     target = target_of(torch.device("cuda"), None)              # the GPU at hand, dtype="auto"
-    target = target_for(AbsentGPU(gpu("t4")), torch.float16)    # one that isn't there
+    target = target_of(AbsentGPU(gpu("t4")), torch.float16)     # one that isn't there
 
 A plan depends on no other facts of the device, nor on where tensors lie while the plan is made.
 """
@@ -22,7 +22,7 @@ from ..devices.tensor_cores import TensorCores
 from ..errors import CannotRewrite
 from ..rules import kernels
 
-__all__ = ["Target", "device_of", "place_of", "target_for", "target_of"]
+__all__ = ["Target", "device_of", "place_of", "target_of"]
 
 
 @dataclass(frozen=True)
@@ -46,58 +46,28 @@ class Target:
     has_kernel: Callable[[fx.Node], bool]
 
 
-def target_of(device: torch.device, dtype: torch.dtype | None) -> Target:
-    """The target for a device of this machine.
+def target_of(of: torch.device | Capabilities, dtype: torch.dtype | None) -> Target:
+    """The target for a device.
 
     Args:
+        of: a device of this machine; or the capabilities of one that need not exist, which is not
+            asked itself, and is assumed to have all kernels.
         dtype: what the user asked for; None: "auto".
 
     Raises:
         MPCompileError: the device type is not supported; `MPCOMPILE_PROFILE` is not a profile.
     """
-    there = capabilities(device)
-    low = dtype or there.auto
-    return _target(
-        there,
-        dtype,
-        load=lambda: profile.load(device),
-        has_kernel=lambda node: kernels.has_kernel(node, low, device),
-    )
-
-
-def target_for(absent: Capabilities, dtype: torch.dtype | None) -> Target:
-    """The target for a device that need not exist. It is assumed to have all kernels.
-
-    Args:
-        absent: its capabilities; the device itself is not asked.
-        dtype: what the user asked for; None: "auto".
-
-    Raises:
-        MPCompileError: `MPCOMPILE_PROFILE` is not a profile.
-    """
-    return _target(
-        absent, dtype, load=lambda: profile.load_for(absent), has_kernel=lambda node: True
-    )
-
-
-def _target(
-    asked: Capabilities,
-    dtype: torch.dtype | None,
-    *,
-    load: Callable[[], profile.Profile | None],
-    has_kernel: Callable[[fx.Node], bool],
-) -> Target:
+    asked, absent = (of, True) if isinstance(of, Capabilities) else (capabilities(of), False)
     low = dtype or asked.auto
-    units = asked.has_units(low)
     return Target(
         device=asked.device,
         low=low,
         # The profile decides which products gain. Whoever names a dtype gets it, also a slow one:
         # FP16 on a CPU, say, to see what it does to the numbers.
-        profile=load() if dtype is None else None,
-        promised=dtype is not None or units,
+        profile=profile.load(of) if dtype is None else None,
+        promised=dtype is not None or asked.has_units(low),
         cores=asked.matrix_units(),
-        has_kernel=has_kernel,
+        has_kernel=lambda node: absent or kernels.has_kernel(node, low, asked.device),
     )
 
 

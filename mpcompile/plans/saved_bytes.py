@@ -23,9 +23,8 @@ import torch
 from torch import fx
 
 from ..ir import hint
-from ..torch_inside.aot import boxed
-from ..torch_inside.fakes import TracingContext
-from ..torch_inside.ops import OpOverload
+from ..torch_inside.inductor import boxed
+from ..torch_inside.names import OpOverload, TracingContext
 
 __all__ = ["Saved", "counter", "saved_by"]
 

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from torch import fx
 
 from .. import ir
-from ..torch_inside.dynamo_names import trace_structured
+from ..torch_inside.names import trace_structured
 from ..torch_inside.private_names import MissingInTorch
 from .graph_plan import GraphPlan
 

@@ -26,22 +26,25 @@ from .._version import __version__
 from ..api import matched_nothing
 from ..capture.provenance import names_in
 from ..capture.regions import noting_regions
-from ..check_module import check_call, check_module
 from ..devices.cuda import AbsentGPU
 from ..devices.gpus import gpu
 from ..errors import MPCompileError, MPCompileWarning
 from ..lower.tracing_settings import VALUE_SIZES, traced_with
-from ..planner.target import place_of, target_for, target_of
+from ..planner.target import place_of, target_of
 from ..plans.plan import ModuleLine, OutsideLine, Plan
 from ..records import pinned_in, settings_like, studied
 from ..rules.policy import Level, Policy
+from ..runtime.check_module import check_call, check_module
 from ..runtime.compile_apart import compiled_apart
 from ..runtime.half_inputs import widened, widens_inputs
 from ..runtime.left_to_python import looked_into
 from ..runtime.outside_products import aside
 from ..settings import OPTIONS, documented
-from ..torch_inside.dynamo_names import BackendCompilerFailed
-from ..torch_inside.fakes import DataDependentOutputException, DynamicOutputShapeException
+from ..torch_inside.names import (
+    BackendCompilerFailed,
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+)
 from .failures import described, place
 from .leave_no_trace import no_trace
 from .planner import Planner
@@ -123,7 +126,7 @@ def plan_call(
     if mp_optimizer is not None and not isinstance(mp_optimizer, bool):
         raise MPCompileError(f"mp_optimizer={mp_optimizer!r}: use True or False")
     check_call(model, args, kwargs, options_of=explain)
-    absent = None if sheet is None else target_for(AbsentGPU(sheet), settings.dtype)
+    absent = None if sheet is None else target_of(AbsentGPU(sheet), settings.dtype)
     stand_ins = StandIns()
     twin = stand_ins.of_module(model)
     check_module(twin, settings)

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from ..errors import in_one_line
-from ..torch_inside.dynamo_names import TorchRuntimeError
+from ..torch_inside.names import TorchRuntimeError
 
 __all__ = ["described", "place"]
 

@@ -12,7 +12,7 @@ import gc
 from collections.abc import Iterator
 
 from ..runtime.compile_apart import nothing_happened
-from ..torch_inside.dynamo_names import cached_backends, counters
+from ..torch_inside.names import cached_backends, counters
 
 __all__ = ["no_trace"]
 

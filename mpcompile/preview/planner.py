@@ -18,8 +18,8 @@ from ..ir.inputs import FOUND, SCALE
 from ..lower.emitter import emit
 from ..lower.joint import NO_PASSES, JointPasses, joint_passes
 from ..plan_graph import Facts, Planned
-from ..planner.attention import ATTENTION
 from ..planner.target import Target, device_of, place_of, target_of
+from ..planner.times import ATTENTION
 from ..plans.backward import Partitioned
 from ..plans.graph_plan import GraphPlan, plan_of_left
 from ..rules.policy import Level

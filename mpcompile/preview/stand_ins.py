@@ -17,8 +17,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.overrides import TorchFunctionMode
 
 from ..errors import MPCompileError
-from ..torch_inside import pytree
-from ..torch_inside.fakes import FakeTensorMode
+from ..torch_inside.names import FakeTensorMode, pytree
 
 _CPU = torch.device("cpu")
 

@@ -1,6 +1,6 @@
 """How fast a device is in each dtype: measured once, read by the planner."""
 
 from .model import Profile, Sample
-from .store import load, load_for
+from .store import load
 
-__all__ = ["Profile", "Sample", "load", "load_for"]
+__all__ = ["Profile", "Sample", "load"]

@@ -1,4 +1,4 @@
-"""Times the sizes of `grid.py` on a device, within a budget.
+"""Times the sizes of `calls.py` on a device, within a budget.
 
 1. Sizes go by ascending work. Each gets an equal share of the time that is left, so time that small
    sizes don't use goes to the large ones.
@@ -17,16 +17,17 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 
 from .. import logs
 from ..devices.registry import capabilities
 from ..errors import MPCompileError
-from . import calls, grid
-from .grid import Point
-from .key import key_of
+from . import calls
+from .calls import Point
 from .model import DTYPES, Profile, Sample, flops
+from .store import empty_profile
 
 __all__ = ["measure"]
 
@@ -50,7 +51,7 @@ def measure(
     FP32 products are measured with torch's current settings, which say whether TF32 may be used.
 
     Args:
-        points: sizes to measure (default: `grid.points`).
+        points: sizes to measure (default: `calls.points`).
         build: makes the calls of one point in one dtype.
         clock: seconds, monotonic. Default: wall time; if torch computes with one thread on a CPU,
             the CPU time of the process, which other programs don't affect.
@@ -63,7 +64,7 @@ def measure(
     if clock is None:
         alone = not can.asynchronous and torch.get_num_threads() == 1
         clock = time.process_time if alone else time.perf_counter
-    ordered = sorted(points or grid.points(large=can.large_sizes), key=_work)
+    ordered = sorted(points or calls.points(large=can.large_sizes), key=_work)
     timer = _Timer(device, clock, dtypes, build)
     deadline = clock() + seconds
     samples: list[Sample] = []
@@ -74,7 +75,7 @@ def measure(
             samples += timer.point(point, share)
     if not samples:
         raise MPCompileError(f"nothing could be measured in {seconds:g} seconds: allow more")
-    profile = key_of(device).profile(samples)
+    profile = replace(empty_profile(device), samples=tuple(samples))
     logs.event(
         "profile", logging.INFO, "measured",
         "a profile of %(device)s was measured: %(samples)d samples",

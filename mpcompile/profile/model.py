@@ -17,14 +17,14 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from ..errors import MPCompileError, did_you_mean
 
-__all__ = ["DTYPES", "KINDS", "Profile", "Sample", "flops", "merge"]
+__all__ = ["DTYPES", "KINDS", "Profile", "Sample", "flops"]
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """What a profile may hold samples of."""
@@ -293,25 +293,6 @@ class _Fit:
 def flops(kind: str, dims: tuple[int, ...]) -> float:
     """Floating-point operations of one forward; 0 for a copy."""
     return _kind(kind).flops(*dims)
-
-
-def merge(profiles: Iterable[Profile]) -> Profile:
-    """The fastest time of several runs, point by point: other programs only ever add time.
-
-    Raises:
-        MPCompileError: the runs are of different devices, or there are none.
-    """
-    runs = list(profiles)
-    if len({replace(profile, samples=()) for profile in runs}) != 1:
-        raise MPCompileError("merge: one or more profiles of one device and torch are needed")
-    best: dict[tuple[str, torch.dtype, tuple[int, ...]], Sample] = {}
-    for sample in (sample for profile in runs for sample in profile.samples):
-        key = (sample.kind, sample.dtype, sample.dims)
-        other = best.get(key, sample)
-        forward = min(sample.forward, other.forward)
-        total = max(forward, min(sample.total, other.total))
-        best[key] = replace(sample, forward=forward, total=total)
-    return replace(runs[0], samples=tuple(best.values()))
 
 
 def _kind(name: str) -> _Kind:

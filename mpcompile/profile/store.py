@@ -11,12 +11,14 @@ dataclasses, its numbers in range. Nothing in it is executed.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import hashlib
 import json
 import logging
 import os
+import re
 import tempfile
 import warnings
-from collections.abc import Callable
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -28,10 +30,17 @@ from .. import logs
 from ..devices.capabilities import Capabilities
 from ..devices.registry import capabilities, supported
 from ..errors import MPCompileError, MPCompileWarning, did_you_mean
-from .key import key_of
-from .model import DTYPES, ORIGINS, Profile, Sample
+from .model import DTYPES, MEASURED, ORIGINS, Profile, Sample
 
-__all__ = ["VARIABLE", "builtin", "cache_path", "load", "load_for", "read", "write"]
+__all__ = [
+    "VARIABLE",
+    "builtin",
+    "cache_path",
+    "empty_profile",
+    "load",
+    "read",
+    "write",
+]
 
 VARIABLE = "MPCOMPILE_PROFILE"
 """Environment variable: the path of a profile to use, or `"none"` to use none."""
@@ -41,10 +50,9 @@ _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 _loaded: dict[Path, Profile | None] = {}  # None: missing or unusable
-_built_in: dict[str, Profile] = {}
 
 
-def load(device: torch.device) -> Profile | None:
+def load(of: torch.device | Capabilities) -> Profile | None:
     """The profile of a device: the user's, the one measured here, or a built-in one. Times nothing.
 
     1. The file that `MPCOMPILE_PROFILE` names, for devices of its type; `"none"` means no profile.
@@ -54,34 +62,59 @@ def load(device: torch.device) -> Profile | None:
 
     Every file is read once in a process.
 
+    Args:
+        of: a device of this machine; or the capabilities of one that isn't there, of which nothing
+            can have been measured here.
+
     Raises:
         MPCompileError: the file that `MPCOMPILE_PROFILE` names doesn't exist or is no profile.
     """
-    there = capabilities(device)
-    return _first(there, lambda: _from_cache(device) or _built_in_for(there))
-
-
-def load_for(absent: Capabilities) -> Profile | None:
-    """The profile of a device that isn't there: the user's, or a built-in one.
-
-    Raises:
-        MPCompileError: as in `load`.
-    """
-    return _first(absent, lambda: _built_in_for(absent))
+    there = of if isinstance(of, Capabilities) else capabilities(of)
+    wanted = os.environ.get(VARIABLE, "")
+    if wanted.lower() == "none":
+        return None
+    if wanted:
+        path = Path(wanted).expanduser().absolute()
+        if path not in _loaded:
+            _loaded[path] = _named_by_user(path)
+        chosen = _loaded[path]
+        if chosen is not None and chosen.device_type == there.device.type:
+            return chosen
+    measured = None if isinstance(of, Capabilities) else _from_cache(of)
+    stem = there.builtin_profile()
+    return measured or (None if stem is None else builtin(stem))
 
 
 def cache_path(device: torch.device) -> Path:
     """The path of the profile measured on this device, whether the file exists or not."""
-    return platformdirs.user_cache_path("mpcompile") / "profiles" / key_of(device).filename
+    return platformdirs.user_cache_path("mpcompile") / "profiles" / _filename(empty_profile(device))
 
 
+def empty_profile(device: torch.device) -> Profile:
+    """The profile of a device of this machine, without samples: what any of its must agree with.
+
+    Raises:
+        MPCompileError: the device type is not supported.
+    """
+    one = capabilities(device)
+    facts = one.part(), device.type, torch.__version__, one.driver(), one.threads()
+    return Profile(*facts, samples=())
+
+
+def _filename(of: Profile) -> str:
+    """A readable file name, different for every part, torch, driver and number of threads."""
+    words = re.sub(r"[^a-z0-9.]+", "-", f"{of.device}-torch-{of.torch_version}".lower()).strip("-")
+    facts = of.device, of.device_type, of.torch_version, of.driver, of.threads
+    return f"{words}-{hashlib.sha256(repr(facts).encode()).hexdigest()[:8]}.json"
+
+
+@functools.cache
 def builtin(stem: str) -> Profile:
     """A profile that is part of mpcompile, by the stem of its file."""
-    if stem not in _built_in:
-        file = resources.files(__package__) / "builtin" / f"{stem}.json"
-        _built_in[stem] = _parse(file.read_text(encoding="utf-8"))
-        _log_loaded(_built_in[stem], f"{stem}.json")
-    return _built_in[stem]
+    file = resources.files(__package__) / "builtin" / f"{stem}.json"
+    found = _parse(file.read_text(encoding="utf-8"))
+    _log_loaded(found, f"{stem}.json")
+    return found
 
 
 def read(path: Path) -> Profile:
@@ -115,25 +148,6 @@ def write(profile: Profile, path: Path) -> None:
     _loaded.pop(path.absolute(), None)
 
 
-def _first(device: Capabilities, otherwise: Callable[[], Profile | None]) -> Profile | None:
-    """The profile that the user names for devices of this type, else the result of `otherwise`."""
-    if wanted := os.environ.get(VARIABLE, ""):
-        if wanted.lower() == "none":
-            return None
-        path = Path(wanted).expanduser().absolute()
-        if path not in _loaded:
-            _loaded[path] = _named_by_user(path)
-        chosen = _loaded[path]
-        if chosen is not None and chosen.device_type == device.device.type:
-            return chosen
-    return otherwise()
-
-
-def _built_in_for(device: Capabilities) -> Profile | None:
-    stem = device.builtin_profile()
-    return None if stem is None else builtin(stem)
-
-
 def _named_by_user(path: Path) -> Profile:
     try:
         found = read(path)
@@ -157,7 +171,7 @@ def _from_cache(device: torch.device) -> Profile | None:
                     stacklevel=3,
                 )
             else:
-                if key_of(device).fits(found):
+                if dataclasses.replace(found, samples=(), origin=MEASURED) == empty_profile(device):
                     _loaded[path] = found
                     _log_loaded(found, str(path))
                 else:

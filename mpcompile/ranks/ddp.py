@@ -18,12 +18,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..errors import MPCompileError
-from ..torch_inside.autograd import call_after_backward
-from ..torch_inside.distributed import (
-    is_joined,
-    parameters_of,
-    reduces_in_python,
-)
+from ..torch_inside.distributed import is_joined, parameters_of, reduces_in_python
+from ..torch_inside.tensors import call_after_backward
 
 # A callback at the end of a backward may queue another. DDP's own finalizer is queued during the
 # backward, or by a callback (static_graph, in its first backward): so ours comes behind it.

@@ -16,15 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..torch_inside.distributed import (
-    FSDP_MARK,
-    FSDPState,
-    engine_of,
-    engine_states,
-    groups_of,
-    modules_of,
-    whole_of,
-)
+from ..torch_inside.distributed import FSDP_MARK, groups_of, modules_of, whole_of
+from ..torch_inside.names import FSDPState, engine_of, engine_states
 from ..torch_inside.private_names import MissingInTorch
 
 

@@ -10,8 +10,7 @@ from torch import nn
 
 from ..errors import MPCompileError
 from ..torch_inside.distributed import FSDP_MARK
-from ..torch_inside.health import refuse, why_off
-from ..torch_inside.private_names import Part
+from ..torch_inside.private_names import Part, refuse, why_off
 from . import fsdp
 
 

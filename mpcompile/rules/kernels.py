@@ -27,10 +27,8 @@ import torch
 from torch import fx
 from torch.fx.node import map_aggregate
 
-from ..devices.generators import unchanged
-from ..torch_inside import pytree
-from ..torch_inside.amp import autocast_off
-from ..torch_inside.ops import OpOverload
+from ..devices.registry import unchanged
+from ..torch_inside.names import OpOverload, autocast_off, pytree
 from .lookup import castable, rule_for
 
 _CAP = 8

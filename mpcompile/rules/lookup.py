@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from ..errors import MPCompileError, did_you_mean
-from ..torch_inside.ops import HigherOrderOperator, OpOverload, overload_name, schema
+from ..torch_inside.graphs import overload_name, schema
+from ..torch_inside.names import HigherOrderOperator, OpOverload
 from .labels import DIMS, NAMED, signature
 from .op_names import op_exists, op_key
 from .policy import Precision

@@ -8,13 +8,8 @@ from typing import Any
 import torch
 
 from ..errors import MPCompileError
-from ..torch_inside.ops import (
-    HigherOrderOperator,
-    OpOverload,
-    OpOverloadPacket,
-    packet_name,
-    schema,
-)
+from ..torch_inside.graphs import packet_name, schema
+from ..torch_inside.names import HigherOrderOperator, OpOverload, OpOverloadPacket
 
 
 def op_key(op: Any) -> str:

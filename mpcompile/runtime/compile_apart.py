@@ -14,8 +14,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from ..torch_inside.dynamo_names import get_code_state, no_recompile_limit
+from ..torch_inside.dynamo import no_recompile_limit
 from ..torch_inside.modules import plain_call
+from ..torch_inside.names import get_code_state
 from .left_to_python import entry
 
 __all__ = ["compiled_apart", "nothing_happened"]

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from ..errors import MPCompileError, MPCompileWarning
 from ..plans.plan_text import shortened
-from ..torch_inside.dynamo_names import get_compilation_metrics
+from ..torch_inside.names import get_compilation_metrics
 from ..torch_inside.private_names import MissingInTorch
 
 __all__ = ["compiled", "look", "look_before_step"]

@@ -16,8 +16,8 @@ from torch import nn
 
 from ..errors import MPCompileError
 from ..ir.dtypes import HALF
-from ..torch_inside import pytree
-from ..torch_inside.autograd import version
+from ..torch_inside.names import pytree
+from ..torch_inside.tensors import version
 
 __all__ = ["refuse_written", "widened", "widens_inputs"]
 

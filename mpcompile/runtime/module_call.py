@@ -34,9 +34,8 @@ from ..ranks import fsdp
 from ..ranks.refuse import check_engines
 from ..scaling import foreign, parameters
 from ..scaling.kept_copies import follow_grad_mode
-from ..torch_inside.dynamo_names import BackendCompilerFailed
-from ..torch_inside.modes import torchscript_trace
 from ..torch_inside.modules import compiled_call, hooks_around, plain_call, set_compiled_call
+from ..torch_inside.names import BackendCompilerFailed, torchscript_trace
 from . import given_up, uncalled
 from .half_inputs import refuse_written, widened, widens_inputs
 from .left_to_python import Looking, enter_by_itself, entry, shared_entry

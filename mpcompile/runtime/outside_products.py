@@ -24,8 +24,7 @@ from torch.utils.flop_counter import flop_registry
 
 from ..capture.breaks import skipped_since, skips
 from ..ir import hint, tensors_of
-from ..torch_inside.autograd import current_node
-from ..torch_inside.modes import TorchDispatchMode, current_mode
+from ..torch_inside.names import TorchDispatchMode, current_mode, current_node
 
 __all__ = ["Outside", "aside", "counted"]
 

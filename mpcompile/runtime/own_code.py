@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from ..torch_inside.dynamo import reset_code
+from ..torch_inside.names import reset_code
 
 __all__ = ["drop_unused", "with_own_code"]
 

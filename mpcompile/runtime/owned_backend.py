@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ..lower.tracing_settings import check_set, take_back
-from ..torch_inside.dynamo_names import recompile_limit
+from ..torch_inside.dynamo import recompile_limit
 
 __all__ = ["compiled_by"]
 

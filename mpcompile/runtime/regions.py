@@ -26,9 +26,9 @@ from ..errors import MPCompileError
 from ..ranks import fsdp
 from ..rules.policy import Policy
 from ..scaling import parameters
-from ..torch_inside.dynamo import calls_of_modules, compile_lock
-from ..torch_inside.dynamo_names import recompile_limit
+from ..torch_inside.dynamo import calls_of_modules, recompile_limit
 from ..torch_inside.modules import compiled_call, hooks_around, set_compiled_call
+from ..torch_inside.names import compile_lock
 from .sharded_call import ends_graph
 
 __all__ = ["Regions"]

@@ -19,7 +19,7 @@ import torch
 from torch import fx
 
 from .. import ir, logs
-from ..devices.generators import RandomState, unchanged
+from ..devices.registry import RandomState, unchanged
 from ..ir.fakes import duplicate
 from ..ir.places import places
 from ..observe.fault import Fault, Kind, Runs
@@ -29,7 +29,7 @@ from ..observe.watch import Watch, passed
 from ..pipeline import Planned
 from ..scaling import guard
 from ..scaling.loss_scale import LossScale
-from ..torch_inside.dynamo import reset_code
+from ..torch_inside.names import reset_code
 
 __all__ = ["Repairable", "repair"]
 

@@ -41,8 +41,8 @@ from ..ranks import fsdp
 from ..ranks.shards import local
 from ..scaling import hooks, optimizers, parameters
 from ..scaling.async_read import Later, Looks
-from ..torch_inside.fakes import FakeTensor
-from ..torch_inside.tensors import is_functorch_wrapped_tensor, sparse_values
+from ..torch_inside.names import FakeTensor, is_functorch_wrapped_tensor
+from ..torch_inside.tensors import sparse_values
 
 __all__ = ["StepWatch", "watching"]
 

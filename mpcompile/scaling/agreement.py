@@ -29,8 +29,8 @@ from ..errors import MPCompileError
 from ..ranks import ddp, fsdp
 from ..ranks.agree import Ranks
 from ..ranks.shards import ranks_of
-from ..torch_inside.autograd import running_backward
 from ..torch_inside.distributed import is_reducing
+from ..torch_inside.names import running_backward
 from . import copies, optimizers, parameters
 from .loss_scale import LossScale
 from .overflows import any_nonfinite

@@ -31,8 +31,8 @@ from torch.autograd.function import once_differentiable
 
 from ..devices.registry import capabilities
 from ..ir.step import CopyLayout
-from ..torch_inside.autograd import hooks_on, keeps_graph, version
-from ..torch_inside.tensors import holders, suggest_memory_format
+from ..torch_inside.names import keeps_graph, suggest_memory_format
+from ..torch_inside.tensors import holders, hooks_on, version
 from . import parameters
 from .loss_scale import LossScale
 from .low_gradients import expect, hide_low_gradients, stores, unscaled

@@ -31,12 +31,11 @@ from torch import fx
 from torch.autograd.function import once_differentiable
 
 from .. import ir
-from ..devices.generators import RandomState, unchanged
+from ..devices.registry import RandomState, unchanged
 from ..errors import MPCompileError
 from ..ir.fakes import duplicate
 from ..ir.inputs import GraphInputs
-from ..torch_inside.autograd import base_of, version
-from ..torch_inside.tensors import whole
+from ..torch_inside.tensors import base_of, version, whole
 from .loss_scale import LossScale
 from .messages import Seen
 from .overflows import any_nonfinite

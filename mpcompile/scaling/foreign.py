@@ -29,7 +29,8 @@ from torch.optim import Optimizer
 from .. import logs
 from ..devices import registry
 from ..errors import MPCompileError, MPCompileWarning
-from ..torch_inside.amp import autocast_is_on, is_enabled
+from ..torch_inside.names import autocast_is_on
+from ..torch_inside.tensors import is_enabled
 from . import optimizers, parameters
 
 _SCALERS_STEP = torch.amp.GradScaler.step.__code__

@@ -27,8 +27,7 @@ import torch.distributed as dist
 from torch import nn
 
 from ..devices.registry import capabilities, is_supported
-from ..torch_inside.health import why_off
-from ..torch_inside.private_names import Part
+from ..torch_inside.private_names import Part, why_off
 from ..torch_inside.tensors import holders, storage_of
 from . import copies
 from .copies import MasterWeight, WorkingCopy

@@ -23,8 +23,8 @@ from typing import Any
 import torch
 
 from ..ir.scale import INIT_SCALE, Ruled, ScaleRule, ScaleState, rule_of, updated
-from ..torch_inside.autograd import running_backward
 from ..torch_inside.distributed import active_ddp
+from ..torch_inside.names import running_backward
 from .live_scale import LiveScale
 from .messages import Said
 from .overflows import Overflows

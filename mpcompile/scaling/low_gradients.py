@@ -23,10 +23,8 @@ from typing import Any
 
 import torch
 
-from ..torch_inside.autograd import will_run
-from ..torch_inside.dynamo import call_back
-from ..torch_inside.dynamo_names import safe_grad_as
-from ..torch_inside.tensors import copy_all, multiply_all
+from ..torch_inside.dynamo import call_back, safe_grad_as
+from ..torch_inside.names import copy_all, multiply_all, will_run
 
 
 def expect(master: torch.Tensor, *, low: bool) -> None:

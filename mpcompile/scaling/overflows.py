@@ -23,7 +23,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ..errors import MPCompileError
 from ..ranks.agree import Ranks
 from ..ranks.shards import local, ranks_of
-from ..torch_inside.tensors import norm_of_each
+from ..torch_inside.names import norm_of_each
 from .async_read import Later, Looks
 
 

@@ -12,7 +12,8 @@ from collections.abc import Callable
 
 from .. import logs
 from ..ir.scale import HEADROOM, INIT_SCALE
-from ..torch_inside.autograd import call_after_backward, running_backward
+from ..torch_inside.names import running_backward
+from ..torch_inside.tensors import call_after_backward
 from .live_scale import LiveScale
 
 # A bad batch or two come first at times. A model that overflows at every scale would search, which

@@ -29,9 +29,9 @@ from torch.autograd.graph import Node
 from ..errors import MPCompileError
 from ..ir.fakes import duplicate
 from ..ir.units import grad_fns
-from ..torch_inside.aot import CopiedContext, is_compiled
-from ..torch_inside.autograd import function_of, keeps_graph
-from ..torch_inside.tensors import for_each_sample
+from ..torch_inside.inductor import CopiedContext, is_compiled
+from ..torch_inside.names import keeps_graph
+from ..torch_inside.tensors import for_each_sample, function_of
 
 __all__ = ["is_kept", "notice", "noticed", "of_compiled"]
 

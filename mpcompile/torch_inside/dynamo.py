@@ -1,92 +1,38 @@
-"""Dynamo while it traces: its variables, what it notes of a program, and its settings for that."""
+"""Dynamo: its variables, its errors and settings, what it notes of a program while it traces, and
+what it keeps for the process.
+"""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from .private_names import MissingInTorch, Part, attribute, private
+from .names import (
+    ConstantVariable,
+    FunctoolsPartialVariable,
+    OutputGraph,
+    TorchInGraphFunctionVariable,
+    UnspecializedNNModuleVariable,
+    UserFunctionVariable,
+    builder,
+    callback_handler,
+    compile_lock,
+    dynamo_config,
+    graph_break,
+    meta_utils,
+    tls,
+)
+from .private_names import MissingInTorch
 from .replace import Replacement, Spot, method, put
 
 if TYPE_CHECKING:
     from types import CodeType, FunctionType
 
-    from torch._C._dynamo.eval_frame import reset_code
-    from torch._dynamo import graph_break
-    from torch._dynamo.callback import CallbackArgs, callback_handler
-    from torch._dynamo.convert_frame import compile_lock
-    from torch._dynamo.exc import TensorifyScalarRestartAnalysis
-    from torch._dynamo.output_graph import OutputGraph
-    from torch._dynamo.side_effects import SideEffects
-    from torch._dynamo.symbolic_convert import tls
-    from torch._dynamo.variables import (
-        ConstantVariable,
-        TensorVariable,
-        UnspecializedNNModuleVariable,
-        UserFunctionVariable,
-        builder,
-        torch_function,
-    )
-    from torch._dynamo.variables.functions import FunctoolsPartialVariable
-    from torch._dynamo.variables.optimizer import OptimizerVariable
-    from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
-else:
-    _EFFECTS = "notes what the traced program sets"
-    reset_code = private(
-        "torch._C._dynamo.eval_frame:reset_code", "drops what was compiled", Part.COMPILE
-    )
-    graph_break = private("torch._dynamo:graph_break", "ends a graph", Part.WHOLE_STEP)
-    CallbackArgs = private(
-        "torch._dynamo.callback:CallbackArgs", "says which compile begins", Part.COMPILE
-    )
-    callback_handler = private(
-        "torch._dynamo.callback:callback_handler", "calls back as a compile begins", Part.COMPILE
-    )
-    compile_lock = private(
-        "torch._dynamo.convert_frame:compile_lock", "is held while Dynamo compiles", Part.COMPILE
-    )
-    TensorifyScalarRestartAnalysis = private(
-        "torch._dynamo.exc:TensorifyScalarRestartAnalysis", "traces a program anew", Part.COMPILE
-    )
-    OutputGraph = private("torch._dynamo.output_graph:OutputGraph", _EFFECTS, Part.WHOLE_STEP)
-    SideEffects = private("torch._dynamo.side_effects:SideEffects", _EFFECTS, Part.WHOLE_STEP)
-    tls = private("torch._dynamo.symbolic_convert:tls", "knows what is traced", Part.COMPILE)
-    TensorVariable = private(
-        "torch._dynamo.variables:TensorVariable", "traces tensors", Part.WHOLE_STEP
-    )
-    builder = private(
-        "torch._dynamo.variables:builder", "makes Dynamo's variables", Part.WHOLE_STEP
-    )
-    _FUNCTIONS = "traces functions of ours"
-    ConstantVariable = private(
-        "torch._dynamo.variables:ConstantVariable", _FUNCTIONS, Part.WHOLE_STEP
-    )
-    FunctoolsPartialVariable = private(
-        "torch._dynamo.variables.functions:FunctoolsPartialVariable", _FUNCTIONS, Part.WHOLE_STEP
-    )
-    UserFunctionVariable = private(
-        "torch._dynamo.variables:UserFunctionVariable", _FUNCTIONS, Part.WHOLE_STEP
-    )
-    UnspecializedNNModuleVariable = private(
-        "torch._dynamo.variables:UnspecializedNNModuleVariable",
-        "ends graphs at equal modules",
-        Part.COMPILE,
-    )
-    torch_function = private(
-        "torch._dynamo.variables:torch_function", "traces subclasses of tensors", Part.WHOLE_STEP
-    )
-    OptimizerVariable = private(
-        "torch._dynamo.variables.optimizer:OptimizerVariable", "traces optimizers", Part.WHOLE_STEP
-    )
-    TorchInGraphFunctionVariable = private(
-        "torch._dynamo.variables.torch:TorchInGraphFunctionVariable",
-        "traces functions of torch's",
-        Part.COMPILE,
-    )
 
 IS_STATIC = "get_static_address_type"
 """The function of `builder` that tells whether a tensor is marked by `mark_static_address`."""
@@ -98,29 +44,6 @@ CHECK_OUTPUTS = (
 """The methods of `OutputGraph` that refuse results whose graph a backward has used up, and results
 computed from a leaf that the program has made; not every release has the second.
 """
-
-__all__ = [
-    "CHECK_OUTPUTS",
-    "IS_STATIC",
-    "CallbackArgs",
-    "OptimizerVariable",
-    "OutputGraph",
-    "SideEffects",
-    "TensorVariable",
-    "TensorifyScalarRestartAnalysis",
-    "builder",
-    "call_back",
-    "calls_of_function",
-    "calls_of_modules",
-    "compile_lock",
-    "compile_session",
-    "graph_break",
-    "reset_code",
-    "torch_function",
-    "traced_code",
-    "traced_output",
-    "with_number",
-]
 
 
 def traced_code() -> CodeType | None:
@@ -204,5 +127,26 @@ def _translator() -> Any:
     return getattr(tls, "current_tx", None)  # a thread that has traced nothing has none
 
 
-attribute("torch._dynamo.variables.torch_function:banned_attrs", "hides .grad", Part.WHOLE_STEP)
-attribute("torch.compiler:_is_compiling_flag", "keeps numbers of a step tensors", Part.OPTIMIZER)
+def recompile_limit() -> int:
+    """How often Dynamo compiles one function."""
+    return dynamo_config.recompile_limit
+
+
+def no_recompile_limit() -> AbstractContextManager[Any]:
+    """A context in which Dynamo compiles a function as often as it is asked to."""
+    limits: AbstractContextManager[Any] = dynamo_config.patch(
+        recompile_limit=1000, accumulated_recompile_limit=1000
+    )
+    return limits
+
+
+@contextlib.contextmanager
+def safe_grad_as(wrap: Callable[[Any], Any]) -> Iterator[None]:
+    """In this context, `wrap` of it replaces the function by which tracers read a tensor's `.grad`.
+    Where it is missing, nothing is done.
+    """
+    with contextlib.ExitStack() as undo:
+        for module in (builder, meta_utils):  # each reads `.grad` by a name of its own
+            if (known := getattr(module, "safe_grad", None)) is not None:
+                undo.callback(put(Spot(module, "safe_grad"), wrap(known)))
+        yield

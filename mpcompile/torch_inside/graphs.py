@@ -1,24 +1,15 @@
-"""What Dynamo notes on its graphs, and AOTAutograd and Inductor read there."""
+"""What graphs say: operators by their schemas, and what Dynamo notes on nodes for AOTAutograd and
+Inductor.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from torch import fx
+from torch import FunctionSchema, fx
 
-from .private_names import Part, attribute, private
-
-if TYPE_CHECKING:
-    from torch._dynamo.source import ConstantSource
-
-    def rename(node: fx.Node, name: str) -> None:
-        """Give a node another name."""
-else:
-    ConstantSource = private(
-        "torch._dynamo.source:ConstantSource", "says where an input comes from", Part.COMPILE
-    )
-    rename = private("torch.fx:Node._rename", "gives a node another name", Part.COMPILE)
+from .names import OpOverload, OpOverloadPacket
 
 STATIC_INPUT = "_dynamo_static_input_type"
 """An attribute of a tensor that keeps its address (`mark_static_address`), also found in the
@@ -26,16 +17,37 @@ STATIC_INPUT = "_dynamo_static_input_type"
 CHECKPOINT_CONTEXT = "_checkpoint_context_fn"
 """In the `meta` of a checkpoint's body: the `context_fn` that the user gave."""
 
-__all__ = [
-    "CHECKPOINT_CONTEXT",
-    "STATIC_INPUT",
-    "ConstantSource",
-    "rename",
-    "set_source",
-    "set_sources",
-    "source_of",
-    "sources_of",
-]
+
+# -- operators -------------------------------------------------------------------------------------
+
+
+def schema(op: Any) -> FunctionSchema:
+    """What an OpOverload declares: its arguments, and which of them it writes to."""
+    declared: FunctionSchema = op._schema
+    return declared
+
+
+def schema_of(target: Any) -> FunctionSchema | None:
+    """The same of whatever a node calls; None where it is no OpOverload."""
+    return schema(target) if isinstance(target, OpOverload) else None
+
+
+def overload_name(op: OpOverload) -> str:
+    """`"Tensor"` of `aten::add.Tensor`; `"default"` where the operator has one overload."""
+    return op._overloadname
+
+
+def packet_name(op: OpOverloadPacket) -> str:
+    """`"aten::add"` of `torch.ops.aten.add`."""
+    return op._qualified_op_name
+
+
+# -- nodes -----------------------------------------------------------------------------------------
+
+
+def rename(node: fx.Node, name: str) -> None:
+    """Give a node another name."""
+    node._rename(name)
 
 
 def source_of(placeholder: fx.Node) -> Any:
@@ -57,6 +69,3 @@ def sources_of(gm: fx.GraphModule) -> Mapping[str, Any]:
 def set_sources(gm: fx.GraphModule, sources: Mapping[str, Any]) -> None:
     """Note where the attributes of the graph come from. AOTAutograd asks for each of them."""
     gm._param_name_to_source = sources  # type: ignore[assignment]
-
-
-attribute("torch._dynamo:_dynamo_source", "says where an input comes from", Part.COMPILE)

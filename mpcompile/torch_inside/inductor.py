@@ -1,99 +1,90 @@
-"""Inductor: its compiler, its settings, and the passes of others that it runs."""
+"""AOTAutograd, which gives a graph's forward and backward, apart, and Inductor, which compiles
+them: settings, what they note on graphs, and the passes of others that they run.
+"""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeVar
 
-from torch import fx
+from torch import Tensor, fx
 
-from .private_names import Part, attribute, private
+from .names import get_cpp_compiler, inductor_config, save_graph_repro
 
-_NEEDED = "keeps the order of reads and writes"
-
-if TYPE_CHECKING:
-    from torch import _TorchCompileInductorWrapper as InductorBackend
-    from torch._dynamo.repro.after_aot import save_graph_repro
-    from torch._inductor import config
-    from torch._inductor.compile_fx import compile_fx
-    from torch._inductor.compile_fx import compile_fx_inner as compile_inner
-    from torch._inductor.cpp_builder import get_cpp_compiler
-    from torch._inductor.custom_graph_pass import (
-        CustomGraphPass,
-        CustomPartitionerFn,
-        get_hash_for_files,
-    )
-    from torch._inductor.dependencies import StarDep, WeakDep
-    from torch._inductor.runtime.cache_dir_utils import cache_dir
-    from torch.utils._ordered_set import OrderedSet
-else:
-    InductorBackend = private(
-        "torch:_TorchCompileInductorWrapper", "reads torch.compile's options", Part.INDUCTOR
-    )
-    config = private("torch._inductor:config", "holds Inductor's settings", Part.INDUCTOR)
-    compile_fx = private("torch._inductor.compile_fx:compile_fx", "compiles a graph", Part.INDUCTOR)
-    compile_inner = private(
-        "torch._inductor.compile_fx:compile_fx_inner", "compiles one graph", Part.INDUCTOR
-    )
-    cache_dir = private(
-        "torch._inductor.runtime.cache_dir_utils:cache_dir",
-        "holds what was compiled",
-        Part.INDUCTOR,
-    )
-    save_graph_repro = private(
-        "torch._dynamo.repro.after_aot:save_graph_repro", "writes a program for a report", Part.SAY
-    )
-    _PASSES = "torch._inductor.custom_graph_pass"
-    CustomGraphPass = private(f"{_PASSES}:CustomGraphPass", "is a pass of ours", Part.INDUCTOR)
-    CustomPartitionerFn = private(f"{_PASSES}:CustomPartitionerFn", "parts graphs", Part.INDUCTOR)
-    get_hash_for_files = private(f"{_PASSES}:get_hash_for_files", "keys caches", Part.INDUCTOR)
-    get_cpp_compiler = private(
-        "torch._inductor.cpp_builder:get_cpp_compiler", "finds the C++ compiler", Part.INDUCTOR
-    )
-    StarDep = private("torch._inductor.dependencies:StarDep", _NEEDED, Part.INDUCTOR)
-    WeakDep = private("torch._inductor.dependencies:WeakDep", _NEEDED, Part.INDUCTOR)
-    OrderedSet = private("torch.utils._ordered_set:OrderedSet", _NEEDED, Part.INDUCTOR)
-
-# From 2.13 on, the caches want passes over the scheduler's nodes to be of a class of their own.
-CustomSchedulerPass: Any = private(
-    "torch._inductor.custom_graph_pass:CustomSchedulerPass",
-    "is a pass of ours over the scheduler's nodes",
-    Part.INDUCTOR,
-    "torch._inductor.custom_graph_pass:CustomGraphPass",
-)
 PRE_FUSION = "_pre_fusion_custom_pass"
 """Inductor's setting for a pass over the scheduler's nodes."""
 
-__all__ = [
-    "PRE_FUSION",
-    "CustomGraphPass",
-    "CustomPartitionerFn",
-    "CustomSchedulerPass",
-    "InductorBackend",
-    "OrderedSet",
-    "StarDep",
-    "WeakDep",
-    "cache_dir",
-    "compile_fx",
-    "compile_inner",
-    "computes_reads",
-    "config",
-    "cpp_compiler",
-    "get_hash_for_files",
-    "has_setting",
-    "results_of",
-    "results_of_callers",
-    "setting",
-    "wrap_reads",
-    "write_program",
-]
+UNCHECKED = "saved_tensor_with_no_vc_check"
+"""AOTAutograd's note on a node that a function of the user's has put on `ctx`: it is kept behind
+all others, and may be written before the backward."""
+
+CHECKPOINTED = "recompute"
+"""AOTAutograd's note on a node of a joint graph that stands in a checkpoint of the program's."""
+
+Call = TypeVar("Call", bound=Callable[..., Any])
+
+
+# -- AOTAutograd -----------------------------------------------------------------------------------
+
+
+def boxed(call: Call) -> Call:
+    """Tell AOTAutograd that this takes all inputs as one list, which it empties."""
+    call._boxed_call = True  # type: ignore[attr-defined]
+    return call
+
+
+def donated_inputs(context: Any) -> Collection[int]:
+    """The inputs of a backward whose memory it may use for others, by number.
+
+    Args:
+        context: the `TracingContext` in which it is compiled; None: there is none.
+    """
+    facts = getattr(context, "fw_metadata", None)
+    return tuple(getattr(facts, "bw_donated_idxs", None) or ())
+
+
+def is_compiled(function: Any) -> bool:
+    """Whether an autograd.Function is one that AOTAutograd made of a graph."""
+    return hasattr(function, "_aot_id")
+
+
+class CopiedContext:
+    """The context of a backward of AOTAutograd's, with copies of the saved tensors of these
+    numbers.
+    """
+
+    def __init__(
+        self, ctx: Any, numbers: Collection[int], copy: Callable[[Tensor], Tensor]
+    ) -> None:
+        self._ctx, self._numbers, self._copy = ctx, numbers, copy
+        self.saved_tensors = self._copied(ctx.saved_tensors)
+
+    @property
+    def _tensors_no_vc_check(self) -> tuple[Tensor, ...]:
+        """Those whose version isn't checked: they count on from the others."""
+        return self._copied(self._ctx._tensors_no_vc_check, len(self.saved_tensors))
+
+    def _copied(self, tensors: Sequence[Tensor], first: int = 0) -> tuple[Tensor, ...]:
+        return tuple(
+            self._copy(tensor) if number in self._numbers else tensor
+            for number, tensor in enumerate(tensors, first)
+        )
+
+    def maybe_clear_saved_tensors(self) -> None:
+        """Keep what is saved: the backward runs once more."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._ctx, name)
+
+
+# -- Inductor --------------------------------------------------------------------------------------
 
 
 def setting(name: str) -> Any:
     """The value of a setting of Inductor's, such as `"cpp.cxx"`."""
-    return functools.reduce(getattr, name.split("."), config)
+    return functools.reduce(getattr, name.split("."), inductor_config)
 
 
 def cpp_compiler() -> str | None:
@@ -106,7 +97,7 @@ def cpp_compiler() -> str | None:
 
 def has_setting(name: str) -> bool:
     """Whether this release knows the setting."""
-    return hasattr(config, name)
+    return hasattr(inductor_config, name)
 
 
 def results_of_callers(graph: fx.Graph) -> Collection[int]:
@@ -140,12 +131,3 @@ def computes_reads(node: Any) -> bool:
 def wrap_reads(node: Any, wrap: Callable[[Any], Any]) -> None:
     """Let `wrap` replace the method by which a node of the scheduler works out its reads."""
     node._compute_attrs = wrap(node._compute_attrs)
-
-
-attribute("torch._inductor.scheduler:SchedulerNode._compute_attrs", _NEEDED, Part.INDUCTOR)
-attribute("torch._inductor.config:joint_custom_post_pass", "runs passes of ours", Part.INDUCTOR)
-attribute(
-    "torch._inductor.output_code:CompiledFxGraph.output_strides",
-    "is called without wrappers",
-    Part.CALLS,
-)

@@ -8,18 +8,6 @@ from typing import Any
 
 from torch import nn
 
-from .private_names import Part, attribute
-
-__all__ = [
-    "COMPILED_CALL",
-    "buffers_of",
-    "compiled_call",
-    "hooks_around",
-    "plain_call",
-    "set_compiled_call",
-    "unwrapped",
-]
-
 COMPILED_CALL = "_compiled_call_impl"
 """What `nn.Module.compile` sets, and a call of the module runs. Pickling and deepcopy drop it."""
 
@@ -53,10 +41,3 @@ def buffers_of(module: nn.Module) -> dict[str, Any]:
 def unwrapped(model: Any) -> Any:
     """The module in what `torch.compile(module)` returned; else the model itself."""
     return getattr(model, "_orig_mod", model)
-
-
-attribute("torch.nn:Module._compiled_call_impl", "is run by a call of a module", Part.COMPILE)
-attribute(
-    "torch.nn:Module._forward_hooks", "tells that a module must be compiled anew", Part.COMPILE
-)
-attribute("torch.nn:Module._buffers", "holds a module's buffers", Part.EXPLAIN)

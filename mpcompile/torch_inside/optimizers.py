@@ -3,31 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch.optim import Optimizer
 
-from .private_names import Part, attribute, private
-
-if TYPE_CHECKING:
-    from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
-else:
-    _global_optimizer_pre_hooks = private(
-        "torch.optim.optimizer:_global_optimizer_pre_hooks", "run before any step", Part.OPTIMIZER
-    )
-    _global_optimizer_post_hooks = private(
-        "torch.optim.optimizer:_global_optimizer_post_hooks", "run behind any step", Part.OPTIMIZER
-    )
-
-__all__ = [
-    "global_hooks",
-    "has_hooks",
-    "init_group",
-    "is_hooked",
-    "note_step",
-    "unhooked",
-    "without_wrappers",
-]
+from .names import step_post_hooks, step_pre_hooks
 
 
 def has_hooks(optimizer: Optimizer) -> bool:
@@ -41,7 +21,7 @@ def has_hooks(optimizer: Optimizer) -> bool:
 
 def global_hooks() -> list[Callable[..., Any]]:
     """The hooks around each step of every optimizer of the process."""
-    return [*_global_optimizer_pre_hooks.values(), *_global_optimizer_post_hooks.values()]
+    return [*step_pre_hooks.values(), *step_post_hooks.values()]
 
 
 def init_group(optimizer: Optimizer) -> Callable[..., Any] | None:
@@ -88,9 +68,3 @@ def unhooked(cls: type[Optimizer]) -> type[Optimizer]:
     ]
     below: type[Optimizer] = type(f"Unhooked{cls.__name__}", (cls, *without), {})
     return below
-
-
-attribute("torch.optim:Optimizer._optimizer_step_pre_hooks", "run before a step", Part.OPTIMIZER)
-attribute("torch.optim:SGD._init_group", "makes state before a first step", Part.OPTIMIZER)
-attribute("torch.optim:Optimizer._opt_called", "is what schedulers ask", Part.OPTIMIZER)
-attribute("torch.optim:Optimizer.step.hooked", "marks a step that runs hooks", Part.OPTIMIZER)

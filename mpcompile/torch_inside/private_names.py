@@ -1,25 +1,27 @@
-"""How a private name of torch is taken: one that is gone raises when it is used, not on import.
+"""How private names of torch are taken: where one is gone, its part of mpcompile is off.
 
-    backward = private(
-        "torch._dynamo.variables:TensorVariable.method_backward",
-        "notes that the traced function went backward",
-        Part.WHOLE_STEP,
-    )
+    with needed_for(Part.RANKS):
+        from torch.distributed._composable_state import _get_module_state as engine_of
 
-The import of mpcompile never fails for such a name. `NAMES` lists all that were taken so far.
+    if not TYPE_CHECKING:
+        __getattr__ = gone
+
+Where torch lacks a name of such a block, import goes on. `why_off(Part.RANKS)` tells which one it
+is, and each name of the block that is missing raises `MissingInTorch` when it is used.
 """
 
 from __future__ import annotations
 
+import contextlib
 import enum
-import importlib
-import pkgutil
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import Any, NoReturn
+
+import torch
 
 from ..errors import CannotRewrite, MPCompileError
 
-__all__ = ["GONE", "NAMES", "MissingInTorch", "Name", "Part", "attribute", "private", "take_all"]
+__all__ = ["GONE", "MissingInTorch", "Part", "gone", "needed_for", "refuse", "why_off"]
 
 
 class Part(enum.Enum):
@@ -32,99 +34,44 @@ class Part(enum.Enum):
     RECURRENT = "graphs with recurrent layers stay in FP32"
     RANKS = "models of several processes are refused"
     EXPLAIN = "explain, diagnose and plans raise"
-    CALLS = "compiled optimizer steps and training steps take some microseconds more"
     SAY = "a message says less"
 
 
 class MissingInTorch(CannotRewrite, MPCompileError):
-    """A private name that this release of torch lacks; the message says which, and what for.
+    """A private name that this release of torch lacks; the message says which.
 
     A reason to do without, where there is a way to; an error for the user everywhere else.
     """
 
 
-@dataclass(frozen=True)
-class Name:
-    """One private name of torch's.
+GONE: list[tuple[Part, str]] = []
+"""What this torch lacks: the part that can't do without, and what Python says of the name."""
 
-    Attributes:
-        path: `"torch._dynamo.variables:TensorVariable.method_backward"`.
-        why: what it is for, as a phrase.
-        part: what can't do without it.
-        others: what other releases call it.
-        taken: whether it is taken once, by its path; else it is read where it is used.
+
+@contextlib.contextmanager
+def needed_for(part: Part) -> Iterator[None]:
+    """Import private names of torch; one that is gone ends the block, and switches the part off."""
+    try:
+        yield
+    except (ImportError, AttributeError) as error:  # this, from inside of a module of torch's
+        GONE.append((part, str(error).partition(" (")[0]))  # without the path of a file
+
+
+def gone(name: str) -> Any:
+    """What a module has in the place of a name that torch lacks: a class that raises
+    MissingInTorch, whatever is done with it. `__getattr__` of the modules of this room.
     """
-
-    path: str
-    why: str
-    part: Part
-    others: tuple[str, ...] = ()
-    taken: bool = True
+    if name.startswith("__") or not GONE:
+        raise AttributeError(name)
+    return _Gone(name, (), {})
 
 
-NAMES: dict[str, Name] = {}
-"""All names that were taken or noted so far, by their paths."""
-
-GONE: list[Name] = []
-"""Those of them that this torch lacks, as was seen when they were taken."""
-
-
-def private(path: str, why: str, part: Part, *others: str) -> Any:
-    """A private name of torch's; one that raises `MissingInTorch` when it is used if it is gone.
-
-    Args:
-        path: `"module:name"`, or `"module:Class.name"`.
-        why: what it is for, as a phrase.
-        part: what can't do without it.
-        *others: what other releases call it, in the order to try them.
-    """
-    name = NAMES[path] = Name(path, why, part, others)
-    for candidate in (path, *others):
-        try:
-            return _resolved(candidate)
-        except (ImportError, AttributeError):
-            continue
-    GONE.append(name)
-    return _Absent(path, (), {"_why": why})
-
-
-def attribute(path: str, why: str, part: Part) -> None:
-    """Note a name that can't be taken by its path, such as an attribute of an object, for the page
-    of names. `tests/torch_inside/test_attributes.py` tries it.
-    """
-    NAMES[path] = Name(path, why, part, taken=False)
-
-
-def take_all() -> None:
-    """Import every file of this room, so that `NAMES` and `GONE` are complete."""
-    room = importlib.import_module(__package__)
-    for file in pkgutil.iter_modules(room.__path__, f"{room.__name__}."):
-        importlib.import_module(file.name)
-
-
-def _resolved(path: str) -> Any:
-    module, _, names = path.partition(":")
-    found: Any = importlib.import_module(module)
-    for name in filter(None, names.split(".")):
-        found = getattr(found, name)
-    return found
-
-
-def _missing(path: str, why: str) -> MissingInTorch:
-    import torch
-
-    name = path.replace(":", ".")
-    return MissingInTorch(f"torch {torch.__version__} has no {name}, which {why}")
-
-
-class _Absent(type):
-    """Stands for a name that is gone: a class, so that it may be a base, or be asked by isinstance.
-    Whatever is done with it raises.
-    """
+class _Gone(type):
+    """A class, so that it may be a base, or be asked by isinstance."""
 
     def _raise(cls, *args: Any, **kwargs: Any) -> NoReturn:
-        taken = next(c for c in cls.__mro__ if "_why" in vars(c))  # not a class below it
-        raise _missing(taken.__name__, vars(taken)["_why"])
+        lacks = "; ".join(why for _, why in GONE)
+        raise MissingInTorch(f"torch {torch.__version__} lacks what {cls.__name__} needs ({lacks})")
 
     __call__ = __instancecheck__ = __subclasscheck__ = __enter__ = __exit__ = __setattr__ = _raise
     __len__ = __iter__ = __contains__ = __getitem__ = __setitem__ = __delitem__ = _raise
@@ -133,3 +80,23 @@ class _Absent(type):
         if name.startswith("__"):  # what Python itself asks of any class
             raise AttributeError(name)
         cls._raise()
+
+
+def why_off(part: Part) -> str | None:
+    """Why a part of mpcompile is switched off on this torch, as a phrase; None if it isn't."""
+    return next((why for other, why in GONE if other is part), None)
+
+
+def refuse(part: Part, what: str, instead: str) -> None:
+    """Raise if a part is switched off.
+
+    Args:
+        part: what is needed.
+        what: what was asked for, as it begins a sentence.
+        instead: what to do, as an imperative.
+
+    Raises:
+        MPCompileError: it is off; the message says why, and what to do.
+    """
+    if (why := why_off(part)) is not None:
+        raise MPCompileError(f"{what} is off on torch {torch.__version__} ({why}): {instead}")

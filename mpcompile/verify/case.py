@@ -1,17 +1,27 @@
-"""One graph that Inductor compiles, and how it is told to."""
+"""One graph that Inductor compiles, how it is told to, and what is tried where it came out wrong.
+
+In the order in which it costs: another flag for the C++ compiler, since g++ 11 and 12 make a wrong
+copy of a tile (`torch_faults.py`); every rounding that the graph asks for, at that place, as a
+kernel keeps FP32 otherwise; the graph operator by operator.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import fx
 
-from ..torch_inside.fakes import tracing
-from ..torch_inside.inductor import compile_inner, config
+from ..devices.torch_faults import GCC_FLAG
+from ..torch_inside.inductor import setting
+from ..torch_inside.names import compile_inner, inductor_config, tracing
 
-__all__ = ["Case", "copied"]
+__all__ = ["CURES", "Case", "Cure", "Function", "copied"]
+
+Function = Callable[[list[Any]], Any]
+"""A compiled graph, or what stands for it: takes a list of its inputs, which it may empty."""
 
 
 @dataclass(frozen=True)
@@ -36,15 +46,29 @@ class Case:
     context: Any
     donated: Collection[int] = ()
 
-    def compiled(self, settings: Mapping[str, Any], gm: fx.GraphModule | None = None) -> Any:
-        """Compile it, or another graph of the same inputs, with further settings of Inductor's."""
-        with config.patch({**self.patches, **settings}), tracing(self.context):
-            return compile_inner(copied(gm or self.gm), self.fakes, **self.kwargs)
+    def compiled(self, settings: Mapping[str, Any]) -> Function:
+        """Compile it with further settings of Inductor's."""
+        with inductor_config.patch({**self.patches, **settings}), tracing(self.context):
+            compiled = compile_inner(copied(self.gm), self.fakes, **self.kwargs)
+        function: Function = getattr(compiled, "current_callable", None) or compiled
 
-    @property
-    def outputs(self) -> list[Any]:
-        """What the graph returns: nodes and constants."""
-        return list(self.gm.graph.output_node().args[0])  # type: ignore[arg-type]
+        def run(inputs: list[Any]) -> Any:
+            return function(inputs)
+
+        run.owner = compiled  # type: ignore[attr-defined]  # it takes down what it calls
+        return run
+
+    def uncompiled(self) -> Function:
+        """The graph operator by operator."""
+        gm = fx.GraphModule(self.gm, self.gm.graph)
+
+        def run(inputs: list[Any]) -> Any:
+            given = list(inputs)
+            inputs.clear()
+            with torch.no_grad():
+                return list(fx.Interpreter(gm).boxed_run(given))
+
+        return run
 
 
 def copied(gm: fx.GraphModule) -> fx.GraphModule:
@@ -58,3 +82,34 @@ def copied(gm: fx.GraphModule) -> fx.GraphModule:
     copied = fx.GraphModule(gm, graph)
     copied.meta.update(gm.meta)
     return copied
+
+
+@dataclass(frozen=True)
+class Cure:
+    """One way to compile a graph that came out wrong.
+
+    Attributes:
+        name: in a file of verdicts.
+        about: what is done, behind "cured by".
+        settings: of Inductor's; None: it isn't compiled.
+    """
+
+    name: str
+    about: str
+    settings: Callable[[], Mapping[str, Any]] | None
+
+    def function(self, case: Case) -> Function:
+        """The graph as this cure compiles it."""
+        return case.uncompiled() if self.settings is None else case.compiled(self.settings())
+
+
+def _flag() -> Mapping[str, Any]:
+    name = "cpp.enable_floating_point_contract_flag"
+    return {name: f"{setting(name)} {GCC_FLAG}"}
+
+
+CURES = (
+    Cure("flag", f"the C++ compiler's flag {GCC_FLAG}", _flag),
+    Cure("roundings", "emulate_precision_casts", lambda: {"emulate_precision_casts": True}),
+    Cure("uncompiled", "running this graph operator by operator", None),
+)

@@ -16,9 +16,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..devices.generators import RandomState, unchanged
-from ..torch_inside.fakes import FakeTensorMode, TracingContext, tracing
-from ..torch_inside.inductor import compile_inner
+from ..devices.registry import RandomState, unchanged
+from ..torch_inside.names import FakeTensorMode, TracingContext, compile_inner, tracing
 from .reference import is_random
 
 __all__ = ["draw", "drawing_from", "state_of"]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,21 +19,22 @@ from torch import fx
 from ..devices.registry import capabilities
 from ..errors import MPCompileError, in_one_line
 from ..ir.dtypes import HALF
-from ..torch_inside.amp import autocast_off
-from ..torch_inside.aot import donated_inputs
-from ..torch_inside.fakes import FakeTensor, TracingContext
-from ..torch_inside.inductor import compile_inner
-from .case import Case, copied
-from .cures import CURES, Cure, laid_out
+from ..torch_inside.inductor import donated_inputs
+from ..torch_inside.names import (
+    FakeTensor,
+    TracingContext,
+    aot_settings,
+    autocast_off,
+    compile_fx,
+    compile_inner,
+)
+from .case import CURES, Case, Cure, Function, copied
 from .draws import state_of
-from .fits import part_that_fits
 from .reference import why_not, written_inputs
 from .trial import Found, Trial
-from .verdicts import Verdicts
+from .verdicts import Verdicts, Verify, key_of
 
-__all__ = ["Verifier"]
-
-Function = Callable[[list[Any]], Any]
+__all__ = ["Verifier", "compile_verified"]
 
 _SHARE, _LEAST = 0.08, 0.5
 """What verifying may take in the first call: of the time in which Inductor compiled, and in
@@ -42,6 +43,38 @@ seconds. What is left then is verified in the next call.
 
 _CALLS = 4
 """Calls at most in which is looked again at what proved nothing: constants, a gradient of zeros."""
+
+
+def compile_verified(
+    gm: fx.GraphModule,
+    inputs: Sequence[Any],
+    patches: dict[str, Any] | None,
+    asked: Verify,
+) -> Any:
+    """Compile a graph as `compile_fx` does.
+
+    Args:
+        gm, inputs: as `compile_fx` takes them.
+        patches: settings of Inductor's.
+        asked: what is to be verified; takes what is found, now and later.
+
+    Returns:
+        What Inductor returns.
+    """
+    if not asked.first:
+        return compile_fx(gm, inputs, config_patches=patches)
+    verdicts = Verdicts.of(key_of(gm, inputs, patches), asked)
+    asked.found.append(verdicts)
+    if verdicts.complete:
+        return compile_fx(gm, inputs, config_patches=patches)
+    verifier = Verifier(verdicts, patches)
+    if not any(verdict.cure for verdict in verdicts.known.values()):
+        compiled = compile_fx(gm, inputs, inner_compile=verifier.inner, config_patches=patches)
+        if verifier.compiles:
+            return compiled
+    # AOTAutograd's cache holds code that nobody has looked at, or that is known to be wrong.
+    with aot_settings(enable_autograd_cache=False):
+        return compile_fx(gm, inputs, inner_compile=verifier.inner, config_patches=patches)
 
 
 class Verifier:
@@ -111,7 +144,7 @@ class FirstCall:
         trial = Trial(self._case.gm, before, state_of(graph, inputs), _slow(inputs))
         outputs = list(self._run(inputs))
         try:
-            part = part_that_fits(self._case.gm, trial.nodes, before)
+            part = trial.part_that_fits()
             only = part if self._open is None else self._open
             found = trial.compare([*outputs, *targets], only, self._seconds)
         except torch.OutOfMemoryError:
@@ -137,25 +170,22 @@ class FirstCall:
         count = len(outputs)
         for into, value in zip(targets, right[count:], strict=True):
             into.copy_(value)
-        wrong = {trial.nodes[number].name for number in found.wrong}
         cure = None
         for cure in verdicts.in_order(CURES):
-            function = self._right_function(cure, trial, wrong, targets)
+            function = self._right_function(cure, trial)
             if function is not None:
                 self._run = _laying_out(function, outputs)
                 break
         nodes = [trial.nodes[number] for number in found.wrong]
         verdicts.wrong(case, nodes, list(found.wrong.values()), cure, found.verified)
         self._finish()
-        return laid_out(right[:count], outputs)
+        return _laid_out(right[:count], outputs)
 
-    def _right_function(
-        self, cure: Cure, trial: Trial, wrong: set[str], targets: Sequence[Any]
-    ) -> Function | None:
+    def _right_function(self, cure: Cure, trial: Trial) -> Function | None:
         """What a cure makes of the graph, if it is right on the inputs of this call."""
         try:
-            function = cure.function(self._case, wrong)
-            if function is None or cure.apart == "all":
+            function = cure.function(self._case)
+            if cure.settings is None:
                 return function
             inputs = [_kept(value) for value in trial.inputs]
             written = [inputs[number] for number in trial.written]
@@ -191,7 +221,7 @@ def _laying_out(function: Function, like: Sequence[Any]) -> Function:
     metas = [v.to("meta") if isinstance(v, torch.Tensor) else v for v in like]
 
     def run(inputs: list[Any]) -> Any:
-        return laid_out(function(inputs), metas)
+        return _laid_out(function(inputs), metas)
 
     return run
 
@@ -215,3 +245,19 @@ def _slow(inputs: Sequence[Any]) -> frozenset[torch.dtype]:
 
 def _kept(value: Any) -> Any:
     return value.clone() if isinstance(value, torch.Tensor) else value
+
+
+def _laid_out(values: Sequence[Any], like: Sequence[Any]) -> list[Any]:
+    """Values with the strides of others, as what reads them was compiled for."""
+
+    def strided(value: Any, other: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or not isinstance(other, torch.Tensor):
+            return value
+        if value.stride() == other.stride() or value.shape != other.shape:
+            return value
+        made = torch.empty_strided(
+            other.shape, other.stride(), dtype=value.dtype, device=value.device
+        )
+        return made.copy_(value)
+
+    return [strided(value, other) for value, other in zip(values, like, strict=True)]

@@ -88,52 +88,46 @@ def errors_of(compiled: torch.Tensor, pair: Pair) -> Errors:
         # Where nothing is rounded nothing may differ; else some of what is nearly equal may.
         free = math.ceil(4 * eps * compiled.numel()) if eps > 1e-5 else 0
         return Errors((float(max(0, mine - free)),), (float(theirs),))
-    return _Compared(compiled, low, wide, eps).errors()
+    return _floating_errors(compiled, low, wide, eps)
 
 
-class _Compared:
-    """Two floating values against the exact one, as rows.
+def _floating_errors(compiled: Tensor, low: Tensor, wide: Tensor, eps: float) -> Errors:
+    """The errors of elements, rows and columns of two floating values.
 
     Of a large value some rows are compared: of each 16, and so of each tile that a kernel moves, at
     least one.
     """
-
-    def __init__(self, compiled: Tensor, low: Tensor, wide: Tensor, eps: float) -> None:
-        width = compiled.shape[-1] if compiled.dim() > 1 else compiled.numel()
-        each = min(_APART, max(1, compiled.numel() // _LARGE))
-        self._given = [_rows(v.reshape(-1, width), each) for v in (compiled, low, wide)]
-        self._free = 2 * eps if compiled.numel() <= _FEW else 0.0
-
-    def errors(self) -> Errors:
-        """The errors of elements, rows and columns."""
-        compiled, low, wide = self._given
-        dtype = compiled.dtype
-        exact = torch.promote_types(wide.dtype, torch.float32)
-        c, u, w = (value.to(exact) for value in (compiled, low, wide))
+    width = compiled.shape[-1] if compiled.dim() > 1 else compiled.numel()
+    each = min(_APART, max(1, compiled.numel() // _LARGE))
+    luck = 2 * eps if compiled.numel() <= _FEW else 0.0
+    compiled, low, wide = (_rows(v.reshape(-1, width), each) for v in (compiled, low, wide))
+    dtype = compiled.dtype
+    exact = torch.promote_types(wide.dtype, torch.float32)
+    c, u, w = (value.to(exact) for value in (compiled, low, wide))
+    scale = w.abs()
+    holes = 0, 0
+    if not bool((c + u + w).isfinite().all()):
+        rounded = w.to(dtype)
+        # What isn't finite is judged by that alone; elsewhere the others are.
+        meant = rounded.isfinite()
+        holes = _count(meant & ~compiled.isfinite()), _count(meant & ~low.isfinite())
+        c, u = (torch.where(meant & v.isfinite(), v, w) for v in (c, u))
+        c, u, w = (torch.where(meant, v, 0.0) for v in (c, u, w))
         scale = w.abs()
-        holes = 0, 0
-        if not bool((c + u + w).isfinite().all()):
-            rounded = w.to(dtype)
-            # What isn't finite is judged by that alone; elsewhere the others are.
-            meant = rounded.isfinite()
-            holes = _count(meant & ~compiled.isfinite()), _count(meant & ~low.isfinite())
-            c, u = (torch.where(meant & v.isfinite(), v, w) for v in (c, u))
-            c, u, w = (torch.where(meant, v, 0.0) for v in (c, u, w))
-            scale = w.abs()
-        size = scale.square().mean(1, keepdim=True)
-        info = torch.finfo(dtype)
-        free = scale * (info.eps + self._free)
-        if dtype is torch.float32:
-            free += _FP32 * info.eps * size.sqrt()
-        off_c = c.sub(w).abs_().sub_(free).clamp_min_(0)
-        off_u = u.sub(w).abs_()
-        most = [off.max().item() for off in (off_c, off_u)]
-        squares = off_c.square_(), off_u.square_(), scale.square_()
-        for dim in (0, 1):
-            if c.shape[dim] >= _ROWS:
-                mine, theirs, size = (square.mean(dim) for square in squares)
-                most += [_ratio(mine, size).max().item(), _ratio(theirs, size).max().item()]
-        return Errors(tuple(most[::2]), tuple(most[1::2]), holes)
+    size = scale.square().mean(1, keepdim=True)
+    info = torch.finfo(dtype)
+    free = scale * (info.eps + luck)
+    if dtype is torch.float32:
+        free += _FP32 * info.eps * size.sqrt()
+    off_c = c.sub(w).abs_().sub_(free).clamp_min_(0)
+    off_u = u.sub(w).abs_()
+    most = [off.max().item() for off in (off_c, off_u)]
+    squares = off_c.square_(), off_u.square_(), scale.square_()
+    for dim in (0, 1):
+        if c.shape[dim] >= _ROWS:
+            mine, theirs, size = (square.mean(dim) for square in squares)
+            most += [_ratio(mine, size).max().item(), _ratio(theirs, size).max().item()]
+    return Errors(tuple(most[::2]), tuple(most[1::2]), holes)
 
 
 def _count(mask: Tensor) -> int:

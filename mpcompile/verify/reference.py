@@ -19,8 +19,8 @@ from torch.fx.node import map_aggregate
 from torch.utils.flop_counter import flop_registry
 
 from ..ir.dtypes import HALF
-from ..torch_inside.ops import schema_of
-from ..torch_inside.pytree import tree_leaves, tree_map
+from ..torch_inside.graphs import schema_of
+from ..torch_inside.names import pytree
 
 __all__ = [
     "Draw",
@@ -136,7 +136,7 @@ class Reference:
         if is_random(node):
             return self.pair(self.draw(node, args, kwargs), eps)
         low = self._low(node, args, kwargs)
-        eps = max(eps, *map(_eps, tree_leaves(low)), 0.0)
+        eps = max(eps, *map(_eps, pytree.tree_leaves(low)), 0.0)
         same = all(pair.same for pair in read)
         keeps = same and (not _is_new(node) or node.target in _CASTS) and not _narrows(read, low)
         if (keeps or all(pair.wide is pair.low for pair in read)) and not self._widens(low):
@@ -149,19 +149,19 @@ class Reference:
                 raise TypeError("it means something else in a wider dtype")
         except (RuntimeError, TypeError, NotImplementedError, IndexError):
             # It takes no other dtype, or is about the bits: it gets what the graph would give it.
-            wide = tree_map(self._widened, _called(node, *_narrowed(node, env)))
+            wide = pytree.tree_map(self._widened, _called(node, *_narrowed(node, env)))
         return Pair(low, wide, eps, keeps and self.jitter is None)
 
     def _low(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
-        halves = {v.dtype for v in tree_leaves(args) if _is_half(v)}
+        halves = {v.dtype for v in pytree.tree_leaves(args) if _is_half(v)}
         if is_product(node) and halves and halves <= self.slow:
-            up = tree_map(lambda v: v.float() if _is_half(v) else v, args)
+            up = pytree.tree_map(lambda v: v.float() if _is_half(v) else v, args)
             meant = node.meta["val"]
-            low = tree_map(lambda v, like: v.to(like.dtype) if _is_tensor(v) else v,
+            low = pytree.tree_map(lambda v, like: v.to(like.dtype) if _is_tensor(v) else v,
                            _called(node, up, kwargs), meant)  # fmt: skip
         else:
             low = _called(node, args, kwargs)
-        return tree_map(self._moved, low) if self.jitter and _is_new(node) else low
+        return pytree.tree_map(self._moved, low) if self.jitter and _is_new(node) else low
 
     def _moved(self, value: Any) -> Any:
         if not _is_tensor(value) or not value.dtype.is_floating_point:
@@ -177,7 +177,7 @@ class Reference:
         return value if dtype is value.dtype else value.to(dtype)
 
     def _widens(self, value: Any) -> bool:
-        tensors = filter(_is_tensor, tree_leaves(value))
+        tensors = filter(_is_tensor, pytree.tree_leaves(value))
         return any(self._dtype(v.dtype) is not v.dtype for v in tensors)
 
     def _dtype(self, value: Any) -> Any:
@@ -272,7 +272,7 @@ def _narrowed(node: fx.Node, env: Mapping[fx.Node, Pair]) -> Any:
         if not isinstance(arg, fx.Node):
             return arg
         low, wide, *_ = env[arg]
-        return tree_map(lambda w, like: w.to(like) if _is_tensor(w) else w, wide, low)
+        return pytree.tree_map(lambda w, like: w.to(like) if _is_tensor(w) else w, wide, low)
 
     return map_aggregate((node.args, node.kwargs), value)
 
@@ -305,7 +305,7 @@ def _eps(value: Any) -> float:
 
 def _alike(low: Any, wide: Any) -> bool:
     """Whether two results have the same shapes, and are numbers of the same kind."""
-    pairs = list(zip(tree_leaves(low), tree_leaves(wide), strict=True))
+    pairs = list(zip(pytree.tree_leaves(low), pytree.tree_leaves(wide), strict=True))
     return all(
         not _is_tensor(a)
         or (a.shape == b.shape and a.dtype.is_floating_point is b.dtype.is_floating_point)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,8 +17,7 @@ import torch
 from torch import fx
 
 from .. import ir
-from ..devices.generators import RandomState
-from ..devices.registry import capabilities
+from ..devices.registry import RandomState, capabilities
 from . import judge
 from .draws import draw, drawing_from
 from .judge import Errors
@@ -28,6 +28,8 @@ __all__ = ["Found", "Trial"]
 _JITTERED = 4
 _DEPTH = 6
 """Operators in a row by which two values are of one kind."""
+_MEMORY = 0.5  # of what is free
+_SIZES = 3  # a value in its dtype, and one of twice the size
 
 
 @dataclass
@@ -85,6 +87,19 @@ class Trial:
         """The numbers of the inputs that the graph writes, in the order of `nodes`."""
         places = self.gm.graph.find_nodes(op="placeholder")
         return [places.index(node) for node in written_inputs(self.gm.graph)]
+
+    def part_that_fits(self) -> Collection[int] | None:
+        """The numbers of the values that can be computed once more in the memory that is free, as
+        estimated: the first half, fourth and so on of them; None: all.
+        """
+        free = _MEMORY * _free(self.inputs)
+        if _peak(self.gm, self.nodes) <= free:
+            return None
+        count = len(self.nodes)
+        while count := count // 2:
+            if _peak(self.gm, self.nodes[:count]) <= free:
+                break
+        return range(count)
 
     def compare(
         self, results: Sequence[Any], only: Collection[int] | None = None, seconds: float = 0.0
@@ -257,3 +272,36 @@ def _is_bool(node: fx.Node) -> bool:
 def _is_on_device(node: fx.Node) -> bool:
     value = node.meta.get("val")
     return isinstance(value, torch.Tensor) and capabilities(value.device).asynchronous
+
+
+def _peak(gm: fx.GraphModule, nodes: Sequence[Any]) -> float:
+    """Bytes of values that live together at most, in both runs."""
+    needed = ancestors([n for n in nodes if isinstance(n, fx.Node)])
+    order = [node for node in gm.graph.nodes if node in needed and node.op != "placeholder"]
+    uses = Counter(arg for node in order for arg in node.all_input_nodes)
+    live = peak = 0.0
+    for node in order:
+        live += _bytes(node)
+        peak = max(peak, live)
+        for arg in node.all_input_nodes:
+            uses[arg] -= 1
+            if not uses[arg] and arg.op != "placeholder":
+                live -= _bytes(arg)
+    return _SIZES * peak
+
+
+def _bytes(node: fx.Node) -> float:
+    value = node.meta.get("val")
+    tensors = value if isinstance(value, (tuple, list)) else (value,)
+    return sum(
+        math.prod(map(ir.hint, t.shape)) * t.element_size()
+        for t in tensors
+        if isinstance(t, torch.Tensor)
+    )
+
+
+def _free(inputs: Sequence[Any]) -> float:
+    """Bytes that are free where the inputs lie; without end where nobody tells."""
+    first = next((x.device for x in inputs if isinstance(x, torch.Tensor)), None)
+    free = capabilities(first).free_memory() if first is not None else None
+    return math.inf if free is None else free

@@ -8,30 +8,35 @@ verified, and Inductor's caches serve as without us.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
 import logging
 import os
+import platform
+import shutil
 import tempfile
+import threading
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
 
 from .. import ir, logs
 from .._version import __version__
+from ..devices.cxx import said
+from ..devices.registry import capabilities, is_supported
 from ..errors import MPCompileError, MPCompileWarning
-from ..torch_inside.inductor import cache_dir, write_program
-from .case import Case
-from .cures import Cure
-from .toolchain import toolchain
+from ..torch_inside.inductor import setting, write_program
+from ..torch_inside.names import cache_dir
+from .case import Case, Cure
 from .trial import Found
 
-__all__ = ["Verdict", "Verdicts", "Verify", "key_of", "say_again"]
+__all__ = ["Toolchain", "Verdict", "Verdicts", "Verify", "key_of", "say_again", "toolchain"]
 
 
 @dataclass
@@ -206,8 +211,8 @@ class Verdicts:
               program=str(program))  # fmt: skip
         if self.asked.strict:
             raise MPCompileError(f"strict=True: compiled wrongly: {text}")
-        if not _said.is_set:
-            _said.is_set = True
+        if not _said.is_set():
+            _said.set()
             warnings.warn(f"mpcompile: compiled wrongly: {text}", MPCompileWarning, stacklevel=2)
 
     def text(self) -> str:
@@ -220,16 +225,12 @@ class Verdicts:
         return Path(cache_dir()) / "mpcompile" / self.key[:2] / f"{self.key}.json"
 
 
-class _Said:
-    is_set = False
-
-
-_said = _Said()
+_said = threading.Event()  # a fault, since the last call of mpcompile()
 
 
 def say_again() -> None:
     """Let the next fault be said: what is compiled from now on is another program."""
-    _said.is_set = False
+    _said.clear()
 
 
 def key_of(gm: fx.GraphModule, inputs: Sequence[Any], patches: Mapping[str, Any] | None) -> str:
@@ -303,3 +304,41 @@ def _text(name: str, verdict: Verdict | None) -> str:
     return f"{name}: {values}, at most {verdict.worst:.2g} of a rounding off" + (
         f" ({more})" if more else ""
     )
+
+
+# -- what compiles here ----------------------------------------------------------------------------
+
+
+class Toolchain(NamedTuple):
+    """The compiler that Inductor's code goes through on this machine, and what its code runs on.
+
+    Attributes:
+        names: for people: `"torch 2.13.0, g++ 12.2.0"`.
+        facts: what a verdict depends on.
+    """
+
+    names: str
+    facts: tuple[str, ...]
+
+
+def toolchain(patches: Mapping[str, Any] | None = None) -> Toolchain:
+    """This machine's, with the C++ compiler that Inductor is set to; `patches` go over that."""
+    cxx = (patches or {}).get("cpp.cxx", setting("cpp.cxx"))
+    cxx = cxx if isinstance(cxx, str) else next(filter(None, reversed(cxx)), "")
+    return _toolchain(str(cxx))
+
+
+@functools.lru_cache(maxsize=8)
+def _toolchain(cxx: str) -> Toolchain:
+    path = shutil.which(cxx) or cxx
+    version = said(path, "--version").partition("\n")[0]
+    stamp = ""
+    if Path(path).is_file():
+        facts = Path(path).resolve().stat()
+        stamp = f"{Path(path).resolve()} {facts.st_size} {facts.st_mtime_ns}"
+    number = version.rsplit(" ", 1)[-1] if version else "?"
+    there = torch.accelerator.current_accelerator(check_available=True)
+    devices = [torch.device("cpu"), *([there] if there is not None else [])]
+    names = [capabilities(device).name() for device in devices if is_supported(device)]
+    facts_ = (version, stamp, platform.machine(), *names)
+    return Toolchain(f"torch {torch.__version__}, {Path(path).name} {number}", facts_)

@@ -22,8 +22,8 @@ from ..runtime import uncalled
 from ..runtime.graph_call import is_leaf
 from ..scaling import hooks, no_gradient
 from ..settings import Settings
-from ..torch_inside.autograd import hooks_on
-from ..torch_inside.fakes import DataDependentOutputException
+from ..torch_inside.names import DataDependentOutputException
+from ..torch_inside.tensors import hooks_on
 from . import one_graph
 from .call import Call
 from .parts import is_training_step

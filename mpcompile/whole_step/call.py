@@ -14,7 +14,7 @@ import torch
 from ..optim.inputs import Setting
 from ..runtime.stays_finite import StepWatch
 from ..scaling import parameters
-from ..torch_inside.autograd import hooks_on
+from ..torch_inside.tensors import hooks_on
 from .one_graph import Traced
 from .program import Program
 from .update import Update

@@ -28,8 +28,7 @@ from ..operators.rnn_layer import IN_A_GRAPH
 from ..planner.target import place_of
 from ..scaling.loss_scale import LossScale
 from ..settings import Settings
-from ..torch_inside.amp import autocast_off
-from ..torch_inside.fakes import TracingContext
+from ..torch_inside.names import TracingContext, autocast_off
 from ..verify.verdicts import Verify
 from .phases import by_phase, phases_of
 from .program import Program

@@ -28,8 +28,7 @@ from ..planner.target import place_of
 from ..rules.policy import Level
 from ..scaling.loss_scale import LossScale
 from ..settings import Settings
-from ..torch_inside.amp import autocast_off
-from ..torch_inside.fakes import TracingContext
+from ..torch_inside.names import TracingContext, autocast_off
 from ..torch_inside.tensors import storage_of
 from .extra_inputs import Held
 from .forward import Forward, Ran, rewritten

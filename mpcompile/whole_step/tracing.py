@@ -2,7 +2,7 @@
 
 Dynamo doesn't trace `optimizer.step()` and `zero_grad()` behind a `backward()`: torch's own methods
 break the graph on purpose. So while such a function is traced, Dynamo reads other functions: `step`
-leaves one operator in the graph (`operators/take_step.py`), with the parameters that have a
+leaves one operator in the graph (`mpcompile::take_step`), with the parameters that have a
 gradient and these gradients; the backend puts the optimizer's step in its place. `zero_grad` sets
 every gradient to None without looking at it, so nothing is guarded on. The optimizers stay as they
 are; what Dynamo does not guard on of them, `call.py` checks.
@@ -30,7 +30,7 @@ from ..errors import CannotRewrite
 from ..optim.inputs import parameters_of
 from ..ranks.zero import is_zero
 from ..scaling import hooks
-from ..torch_inside import dynamo
+from ..torch_inside import dynamo, names
 from ..torch_inside.replace import Spot, calls_of, method, put, reads_of
 
 
@@ -88,7 +88,7 @@ def _name(number: int) -> str:
 
 def _traced_step(number: int, *args: Any, **kwargs: Any) -> None:
     if any(arg is not None for arg in (*args, *kwargs.values())):  # `take_step` takes nothing
-        dynamo.graph_break()
+        names.graph_break()
     params, grads = [], []
     for param in getattr(_PARAMETERS, _name(number)):
         if param.grad is not None:
@@ -139,8 +139,8 @@ class _Patches:
     def __init__(self) -> None:
         self.seen: dict[int, Optimizer] = {}
         self.stepped: set[int] = set()
-        optimizers = dynamo.OptimizerVariable
-        self.backward = calls_of(dynamo.TensorVariable, "backward", _go_backward)
+        optimizers = names.OptimizerVariable
+        self.backward = calls_of(names.TensorVariable, "backward", _go_backward)
         self.groups = reads_of(optimizers, "param_groups", self._read_groups)
         self._replaced = (
             self.backward,
@@ -148,11 +148,11 @@ class _Patches:
             reads_of(optimizers, "step", functools.partial(self._read, _traced_step)),
             reads_of(optimizers, "zero_grad", functools.partial(self._read, _traced_zero_grad)),
             *(
-                method(dynamo.OutputGraph, name, _accept_outputs)
+                method(names.OutputGraph, name, _accept_outputs)
                 for i, name in enumerate(dynamo.CHECK_OUTPUTS)
-                if i == 0 or hasattr(dynamo.OutputGraph, name)
+                if i == 0 or hasattr(names.OutputGraph, name)
             ),
-            method(dynamo.builder, dynamo.IS_STATIC, _not_static),
+            method(names.builder, dynamo.IS_STATIC, _not_static),
         )
 
     @contextlib.contextmanager
@@ -167,7 +167,7 @@ class _Patches:
                 replacement.apply()
                 undo.callback(replacement.revert)
             # Dynamo traces `.grad` of a Parameter, and not of a subclass, such as a MasterWeight.
-            module = dynamo.torch_function
+            module = names.torch_function
             banned = [name for name in module.banned_attrs if name != "grad"]
             undo.callback(put(Spot(module, "banned_attrs"), banned))
             _patches.append(self)
@@ -200,7 +200,7 @@ def traceable_optimizers() -> Iterator[None]:
     """In this context, Dynamo traces the steps of all optimizers as `take_step`; no other thread
     compiles.
     """
-    with dynamo.compile_lock, _Patches().applied():
+    with names.compile_lock, _Patches().applied():
         yield
 
 
@@ -245,7 +245,7 @@ def changes_settings() -> bool:
     return any(effects.is_modified(variable) for variable in known if variable is not None)
 
 
-def _traced() -> dynamo.SideEffects:
+def _traced() -> names.SideEffects:
     """What Dynamo has noted of the function that it is tracing."""
     output = dynamo.traced_output()
     if output is None:

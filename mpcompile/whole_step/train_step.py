@@ -30,13 +30,8 @@ from ..plans.graph_plan import GraphPlan
 from ..runtime.module_call import running
 from ..runtime.own_code import with_own_code
 from ..runtime.owned_backend import compiled_by
-from ..torch_inside.dynamo import reset_code
-from ..torch_inside.dynamo_names import (
-    BackendCompilerFailed,
-    FailOnRecompileLimitHit,
-)
-from ..torch_inside.health import why_off
-from ..torch_inside.private_names import Part
+from ..torch_inside.names import BackendCompilerFailed, FailOnRecompileLimitHit, reset_code
+from ..torch_inside.private_names import Part, why_off
 from .backend import ON_VALUES, WholeBackend
 from .call import NotThisTime, Outdated
 from .tracing import traceable_optimizers

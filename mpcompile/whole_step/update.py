@@ -42,7 +42,7 @@ from ..scaling.copies import WorkingCopy
 from ..scaling.loss_scale import LossScale
 from ..scaling.overflows import Count
 from ..settings import Settings
-from ..torch_inside.amp import autocast_off
+from ..torch_inside.names import autocast_off
 from ..torch_inside.optimizers import note_step
 from .extra_inputs import Held
 

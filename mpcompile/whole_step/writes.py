@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from ..torch_inside.modes import TorchDispatchMode
-from ..torch_inside.ops import schema
+from ..torch_inside.graphs import schema
+from ..torch_inside.names import TorchDispatchMode
 from ..torch_inside.tensors import storage_of
 
 

@@ -22,7 +22,8 @@ from mpcompile.ir import By, Mark, hidden_products
 from mpcompile.ir.updates import nodes_of_updates
 from mpcompile.rules.formats import Format
 from mpcompile.rules.policy import LOW_DTYPES, Config, Precision
-from mpcompile.torch_inside.ops import OpOverload, schema
+from mpcompile.torch_inside.graphs import schema
+from mpcompile.torch_inside.names import OpOverload
 
 _INNER = "a gradient inside of the program: no loss scale keeps it in FP16's range"
 

@@ -4,7 +4,7 @@
                                               softmax = softmax(scores * scale + mask)      FULL
                                               out = matmul(softmax, v)                      LOW
 
-`mpcompile/planner/attention.py` says where that pays.
+`mpcompile/planner/times.py` says where that pays.
 
 The softmax is computed in FP32 from the FP32 scale and mask; a row with every position masked by
 -inf or False is zero, as in the kernel. The pass runs after plan: only LOW attention is written
@@ -20,9 +20,10 @@ from torch import fx
 
 from mpcompile import ir
 from mpcompile.ir import Mark, aten
-from mpcompile.planner.attention import ATTENTION, is_written_out
+from mpcompile.planner.times import ATTENTION, is_written_out
 from mpcompile.rules.policy import Config, Precision
-from mpcompile.torch_inside.ops import OpOverload, schema
+from mpcompile.torch_inside.graphs import schema
+from mpcompile.torch_inside.names import OpOverload
 
 
 def expand_attention(gm: fx.GraphModule, config: Config) -> bool:

@@ -23,7 +23,8 @@ from torch import fx
 
 from mpcompile import ir, rules
 from mpcompile.rules.policy import Config, Precision
-from mpcompile.torch_inside.ops import OpOverload, schema
+from mpcompile.torch_inside.graphs import schema
+from mpcompile.torch_inside.names import OpOverload
 
 
 def functionalize(gm: fx.GraphModule, config: Config) -> bool:

@@ -24,7 +24,8 @@ from torch import fx
 from mpcompile import ir
 from mpcompile.ir import Mark, aten
 from mpcompile.rules.policy import Config, Precision
-from mpcompile.torch_inside.ops import OpOverload, schema
+from mpcompile.torch_inside.graphs import schema
+from mpcompile.torch_inside.names import OpOverload
 
 LOSS = aten.cross_entropy_loss.default
 LINEAR = aten.linear.default

@@ -36,7 +36,7 @@ from torch import fx
 from mpcompile import ir, rules
 from mpcompile.ir.hidden_products import hidden_calls
 from mpcompile.rules.policy import Config, Level, Precision
-from mpcompile.torch_inside.ops import OpOverload
+from mpcompile.torch_inside.names import OpOverload
 
 _WIDE_INTEGERS = (torch.int64, torch.int32, torch.int16)
 

@@ -31,7 +31,8 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from mpcompile import ir
 from mpcompile.rules.policy import Config, Precision
-from mpcompile.torch_inside.ops import OpOverload, schema
+from mpcompile.torch_inside.graphs import schema
+from mpcompile.torch_inside.names import OpOverload
 
 aten = torch.ops.aten
 

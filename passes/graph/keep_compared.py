@@ -9,7 +9,7 @@ A compiler doesn't round a low value where it computes with it in the same loop,
 backward computes it again. Who compares such a value with one that was picked from it when it was
 rounded finds no equal one; the backward of `amax` then divides zero by zero.
 
-`kept` (`mpcompile/operators/kept.py`) is a copy that no fusion reaches across and that isn't
+`kept` (`mpcompile/operators/library.py`) is a copy that no fusion reaches across and that isn't
 computed again: whatever reads it, forward or backward, reads the same elements. What is picked from
 them is exact in any dtype (`mpcompile/ir/compared.py`). It costs the copy, where such a comparison
 is.

@@ -51,7 +51,7 @@ from mpcompile.ir import Mark, aten
 from mpcompile.padding.products import product
 from mpcompile.rules.formats import Format
 from mpcompile.rules.policy import Config, Precision
-from mpcompile.torch_inside.ops import OpOverload
+from mpcompile.torch_inside.names import OpOverload
 
 
 def place_casts(gm: fx.GraphModule, config: Config) -> bool:

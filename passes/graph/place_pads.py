@@ -31,7 +31,7 @@ from mpcompile.ir import aten
 from mpcompile.ir.shapes import Padding, Path, Size
 from mpcompile.padding.lanes import densifies
 from mpcompile.rules.policy import Config
-from mpcompile.torch_inside.symbolic import CleanDiv, FloorDiv, Mod, PythonMod
+from mpcompile.torch_inside.names import CleanDiv, FloorDiv, Mod, PythonMod
 
 # The operations in symbolic sizes (torch 2.13: sympy's sums and products, torch's own divisions).
 _ARITHMETIC = {

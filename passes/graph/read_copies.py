@@ -27,7 +27,7 @@ from torch import fx
 from mpcompile import ir
 from mpcompile.ir import aten
 from mpcompile.rules.policy import Config
-from mpcompile.torch_inside.tensors import suggest_memory_format
+from mpcompile.torch_inside.names import suggest_memory_format
 
 
 def read_copies(gm: fx.GraphModule, config: Config) -> bool:

@@ -27,7 +27,7 @@ from torch import fx
 
 from mpcompile import ir
 from mpcompile.ir import aten
-from mpcompile.torch_inside.ops import HigherOrderOperator
+from mpcompile.torch_inside.names import HigherOrderOperator
 
 CAST = torch.ops.prims.convert_element_type.default
 _PRODUCTS = {

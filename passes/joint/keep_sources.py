@@ -38,8 +38,8 @@ from torch import fx
 
 from mpcompile import ir
 from mpcompile.ir import aten
-from mpcompile.torch_inside.aot import UNCHECKED
-from mpcompile.torch_inside.ops import OpOverload
+from mpcompile.torch_inside.inductor import UNCHECKED
+from mpcompile.torch_inside.names import OpOverload
 from mpcompile.torch_inside.tensors import storage_of
 
 WEIGHT = "mp_weight"

@@ -35,7 +35,7 @@ from torch import fx
 
 from mpcompile import ir
 from mpcompile.ir import aten
-from mpcompile.torch_inside.ops import OpOverload
+from mpcompile.torch_inside.names import OpOverload
 
 _LEAST = 16  # channels: as many FP32 numbers as a cache line, or a vector of AVX512, holds
 _POOLS_AND_JOINS = {

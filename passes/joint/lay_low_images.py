@@ -35,8 +35,9 @@ from torch import fx
 
 from mpcompile import ir
 from mpcompile.ir import aten
+from mpcompile.torch_inside.graphs import schema
 from mpcompile.torch_inside.inductor import results_of_callers
-from mpcompile.torch_inside.ops import OpOverload, schema
+from mpcompile.torch_inside.names import OpOverload
 
 _LOW = (torch.float16, torch.bfloat16)
 # Of each operator: where among its arguments the images are, the weight last; and its groups.

@@ -29,7 +29,7 @@ from torch import fx
 from mpcompile import ir
 from mpcompile.devices.registry import capabilities, is_supported
 from mpcompile.ir import aten
-from mpcompile.torch_inside.ops import OpOverload
+from mpcompile.torch_inside.names import OpOverload
 
 CAST = torch.ops.prims.convert_element_type.default
 

@@ -32,7 +32,7 @@ from torch import fx
 
 from mpcompile import ir
 from mpcompile.ir import aten
-from mpcompile.torch_inside.ops import OpOverload
+from mpcompile.torch_inside.names import OpOverload
 
 CAST = torch.ops.prims.convert_element_type.default
 # Each makes its result in memory of its own: no kernel that Inductor generates writes it together

@@ -21,7 +21,7 @@ from mpcompile import ir
 from mpcompile.errors import CannotRewrite
 from mpcompile.ir import aten
 from mpcompile.ir.step import StepConfig
-from mpcompile.torch_inside.ops import OpOverload
+from mpcompile.torch_inside.names import OpOverload
 
 _TO = aten._to_copy.default
 _WHY = "the number stays on the device"

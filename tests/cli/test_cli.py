@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import platform
 import re
 from pathlib import Path
@@ -15,8 +16,7 @@ import mpcompile
 from mpcompile import cli
 from mpcompile.devices.registry import capabilities
 from mpcompile.profile import Profile, Sample, store
-from mpcompile.profile.grid import Point
-from mpcompile.profile.key import key_of
+from mpcompile.profile.calls import Point
 
 # -- info ------------------------------------------------------------------------------------------
 
@@ -120,7 +120,8 @@ def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[float]:
         low = Sample("gemm", torch.bfloat16, (1, 64, 64, 64), 1e-3, 2e-3)
         full = Sample("gemm", torch.float32, (1, 64, 64, 64), 1e-3, 3e-3)
         copies = [Sample("copy", t, (4096,), 1e-6, 1e-6) for t in (torch.float16, torch.float32)]
-        return key_of(device).profile([*copies, low, full])
+        samples = (*copies, low, full)
+        return dataclasses.replace(store.empty_profile(device), samples=samples)
 
     monkeypatch.setattr(cli.machine, "measure", measure)
     monkeypatch.delenv(store.VARIABLE, raising=False)

@@ -10,10 +10,8 @@ import torch
 from mpcompile.devices import registry
 from mpcompile.devices.capabilities import Capabilities
 from mpcompile.devices.cpu import CPU
-from mpcompile.devices.generators import RandomState, unchanged
-from mpcompile.devices.registry import capabilities, default_device
-from mpcompile.profile.calls import Calls
-from mpcompile.profile.grid import Point
+from mpcompile.devices.registry import RandomState, capabilities, default_device, unchanged
+from mpcompile.profile.calls import Calls, Point
 from mpcompile.profile.measure import measure
 from mpcompile.scaling.async_read import Later, Looks
 

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from mpcompile import MPCompileError
-from mpcompile.devices.info import device_facts
 from mpcompile.devices.registry import capabilities, is_supported
 from mpcompile.devices.tensor_cores import cuda_tensor_cores
 
@@ -86,7 +85,7 @@ def test_a_device_type_nobody_supports() -> None:
 @pytest.mark.gpu
 @pytest.mark.by_gpu
 def test_facts_of_the_gpu_at_hand() -> None:
-    facts = device_facts("cuda")
-    assert facts.dtype is torch.float16
-    assert facts.name == torch.cuda.get_device_name(0)
-    assert set(facts.libraries) == {"CUDA", "cuDNN", "Triton"}
+    one = capabilities("cuda")
+    assert one.auto is torch.float16
+    assert one.name() == torch.cuda.get_device_name(0)
+    assert set(one.libraries()) == {"CUDA", "cuDNN", "Triton"}

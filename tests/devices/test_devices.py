@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from profiles import from_ceilings
 from repository import ROOT
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mpcompile import MPCompileError
 from mpcompile.capture.surroundings import around_now
-from mpcompile.check_module import check_module
 from mpcompile.devices import registry
 from mpcompile.devices.capabilities import Capabilities
 from mpcompile.devices.registry import capabilities
@@ -25,12 +25,11 @@ from mpcompile.errors import MPCompileWarning
 from mpcompile.lower.accumulation import accumulate_in_fp32, check_accumulation
 from mpcompile.lower.joint import JointPasses, joint_passes
 from mpcompile.plan_graph import Facts, plan_graph
-from mpcompile.planner.target import Target, target_for
+from mpcompile.planner.target import Target, target_of
 from mpcompile.plans.graph_plan import GraphPlan
-from mpcompile.profile import store
-from mpcompile.profile.ceilings import from_ceilings
-from mpcompile.profile.key import Key, key_of
+from mpcompile.profile import Profile, store
 from mpcompile.rules.policy import Level
+from mpcompile.runtime.check_module import check_module
 from mpcompile.settings import Settings
 
 
@@ -127,7 +126,7 @@ def test_it_is_refused_until_it_is_registered(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.usefixtures("toy")
 def test_its_capabilities_make_the_plan() -> None:
-    target = target_for(capabilities(XPU), None)
+    target = target_of(capabilities(XPU), None)
     plan = planned(target)
     assert (plan.device, plan.dtype) == ("xpu:0", "bfloat16")
     assert precisions(plan, "aten::linear") == {"LOW"}
@@ -143,14 +142,14 @@ def test_its_capabilities_make_the_plan() -> None:
 
 @pytest.mark.usefixtures("toy")
 def test_a_dtype_that_it_has_no_units_for_needs_to_be_asked_for() -> None:
-    assert target_for(capabilities(XPU), None).promised
-    asked = target_for(capabilities(XPU), torch.float16)
+    assert target_of(capabilities(XPU), None).promised
+    asked = target_of(capabilities(XPU), torch.float16)
     assert (asked.low, asked.promised, asked.profile) == (torch.float16, True, None)
 
 
 @pytest.mark.usefixtures("plain")
 def test_of_a_device_nobody_knows_anything_nothing_is_assumed() -> None:
-    plan = planned(target_for(capabilities(XPU), None))
+    plan = planned(target_of(capabilities(XPU), None))
     linears = [node for node in plan.nodes if node.op == "aten::linear"]
     assert {node.precision for node in linears} == {"FULL"}
     assert all("xpu has no matrix units for f16" in node.reason for node in linears)
@@ -172,16 +171,16 @@ def test_its_profile_counts(
     rate: float, precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rates = {torch.float32: 1e12, torch.bfloat16: rate}
-    key = key_of(XPU)
-    assert key == Key("a toy", "xpu", torch.__version__, "", 0)
+    empty = store.empty_profile(XPU)
+    assert empty == Profile("a toy", "xpu", torch.__version__, "", 0, ())
     path = tmp_path / "toy.json"
-    profile = from_ceilings(key, bandwidth=1e13, rates=rates, launch=1e-9)
+    profile = from_ceilings(empty, bandwidth=1e13, rates=rates, launch=1e-9)
     store.write(replace(profile, origin="measured"), path)
     monkeypatch.setenv(store.VARIABLE, str(path))
-    target = target_for(capabilities(XPU), None)
+    target = target_of(capabilities(XPU), None)
     assert target.profile == store.read(path)
     assert precisions(planned(target), "aten::linear") == {precision}
-    assert target_for(capabilities("cpu"), None).profile != target.profile
+    assert target_of(capabilities("cpu"), None).profile != target.profile
 
 
 @pytest.mark.usefixtures("toy")
@@ -204,7 +203,7 @@ MAY_NAME = {
     "mpcompile/preview/stand_ins.py": ("cpu", "what lies on no device is planned as the host's"),
     "mpcompile/scaling/async_read.py": ("cpu", "the mirror of a number is host memory"),
     "mpcompile/verify/first_call.py": ("meta", "only the strides of a result are kept"),
-    "mpcompile/verify/toolchain.py": ("cpu", "what a C++ compiler makes runs on the host"),
+    "mpcompile/verify/verdicts.py": ("cpu", "what a C++ compiler makes runs on the host"),
 }
 # Attributes that ask for a device type without a string.
 ASKING = {"is_cuda", "is_cpu", "is_xpu", "is_mps"}

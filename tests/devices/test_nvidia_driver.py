@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from mpcompile.devices import nvidia_driver
-from mpcompile.devices.nvidia_driver import driver_version
+from mpcompile.devices import cuda
+from mpcompile.devices.cuda import driver_version
 
 PROC = """\
 NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.86.15  Release Build  (dvs-builder@U16)
@@ -48,21 +48,21 @@ def library(folder: Path, starts: int = 0) -> str:
 def test_of_the_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     proc = tmp_path / "version"
     proc.write_text(PROC)
-    monkeypatch.setattr(nvidia_driver, "PROC", proc)
+    monkeypatch.setattr(cuda, "PROC", proc)
     assert driver_version() == "570.86.15"
 
 
 def test_of_nvml_where_the_kernel_says_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(nvidia_driver, "PROC", tmp_path / "none")
-    monkeypatch.setattr(nvidia_driver, "NVML", ("libnone.so", library(tmp_path)))
+    monkeypatch.setattr(cuda, "PROC", tmp_path / "none")
+    monkeypatch.setattr(cuda, "NVML", ("libnone.so", library(tmp_path)))
     assert driver_version() == "535.104.05"
 
 
 @pytest.mark.parametrize("there", [True, False], ids=["does not start", "is not there"])
 def test_of_nobody(there: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     names = (library(tmp_path, starts=9),) if there else ("libnone.so",)
-    monkeypatch.setattr(nvidia_driver, "PROC", tmp_path / "none")
-    monkeypatch.setattr(nvidia_driver, "NVML", names)
+    monkeypatch.setattr(cuda, "PROC", tmp_path / "none")
+    monkeypatch.setattr(cuda, "NVML", names)
     assert driver_version() == ""

@@ -10,8 +10,7 @@ from profiles import BF16, CPU, FP16, FP32
 
 from mpcompile import MPCompileError
 from mpcompile.profile import Sample
-from mpcompile.profile.calls import Calls, build
-from mpcompile.profile.grid import Point, points
+from mpcompile.profile.calls import Calls, Point, build, points
 from mpcompile.profile.measure import PART, measure
 from mpcompile.profile.model import DTYPES, KINDS, flops
 

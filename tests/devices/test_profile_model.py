@@ -9,13 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from profiles import BF16, FP16, FP32, profile_of
+from profiles import BF16, FP16, FP32, from_ceilings, profile_of
 
 from mpcompile import MPCompileError
 from mpcompile.profile import Profile, Sample, store
-from mpcompile.profile.ceilings import from_ceilings
-from mpcompile.profile.key import Key
-from mpcompile.profile.model import CEILINGS, KINDS, merge
+from mpcompile.profile.model import CEILINGS, KINDS
 
 OVERHEAD, RATE, BANDWIDTH = 2e-6, 1e11, 1e10
 GEMM = {"batch": 1, "m": 512, "n": 512, "k": 512}
@@ -116,24 +114,13 @@ def test_a_sample_that_cannot_be(change: dict[str, Any], message: str) -> None:
         Sample(**{**fields, **change})
 
 
-def test_runs_merge_to_the_fastest_of_each_point() -> None:
-    first = profile_of(sample(8, 8, 8, 3e-6), sample(16, 16, 16, 4e-6))
-    second = profile_of(sample(8, 8, 8, 2e-6), sample(32, 32, 32, 9e-6))
-    best = {s.dims[1]: s.forward for s in merge([first, second]).samples}
-    assert best == {8: 2e-6, 16: 4e-6, 32: 9e-6}
-    other = Profile("another CPU", "cpu", "2.13.0", "", 2, first.samples)
-    for runs in ([first, other], []):
-        with pytest.raises(MPCompileError, match="profiles of one device"):
-            merge(runs)
-
-
 # -- the built-in ones -----------------------------------------------------------------------------
 
 
 def test_the_ceilings_of_hopper() -> None:
     profile = store.builtin("cuda-hopper")
     again = from_ceilings(
-        Key("NVIDIA H200", "cuda", "", "", 0),
+        Profile("NVIDIA H200", "cuda", "", "", 0, ()),
         bandwidth=4.3e12,
         rates={FP32: 50e12, BF16: 790e12, FP16: 790e12},
         launch=5e-6,

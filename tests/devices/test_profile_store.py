@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import warnings
@@ -17,8 +18,7 @@ from mpcompile import MPCompileError
 from mpcompile.devices.registry import capabilities
 from mpcompile.errors import MPCompileWarning
 from mpcompile.profile import Profile, Sample, load, store
-from mpcompile.profile.grid import Point
-from mpcompile.profile.key import key_of
+from mpcompile.profile.calls import Point
 from mpcompile.profile.measure import measure
 from mpcompile.profile.model import DTYPES
 
@@ -39,7 +39,7 @@ HERE = profile_of(
 
 
 def fitting() -> Profile:
-    return key_of(CPU).profile(HERE.samples)
+    return dataclasses.replace(store.empty_profile(CPU), samples=HERE.samples)
 
 
 # -- files -----------------------------------------------------------------------------------------

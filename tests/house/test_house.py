@@ -13,7 +13,6 @@ from repository import ROOT
 from mpcompile.rules.docs_page import page
 from mpcompile.rules.op_names import op_key
 from mpcompile.rules.table import TABLE
-from mpcompile.torch_inside.docs_page import page as page_of_names
 
 PACKAGES = ("mpcompile", "passes", "benchmarks")
 LONGEST_FILE, LONGEST_FUNCTION, LONGEST_REPEAT = 400, 60, 5
@@ -46,7 +45,7 @@ BROAD = {
     "mpcompile/backend.py": (2, "a graph that can't be rewritten stays in FP32, whatever fails"),
     "mpcompile/cli/check.py": (1, "a compiler, or another torch, may raise anything"),
     "mpcompile/diagnosis/sides.py": (1, "a user's model may fail to copy by anything"),
-    "mpcompile/finalize.py": (1, "a user's model may fail to copy by anything"),
+    "mpcompile/integrations/export.py": (1, "a user's model may fail to copy by anything"),
     "mpcompile/lower/tracing_settings.py": (1, "Inductor may fail by anything on such sizes"),
     "mpcompile/optim/trace.py": (1, "a user's optimizer may fail to trace by anything"),
     "mpcompile/preview/explain.py": (1, "a user's model may raise anything"),
@@ -153,8 +152,3 @@ def _is_operator(node: ast.expr) -> bool:
 def test_the_page_of_operators_is_the_table() -> None:
     """Made by `python -m mpcompile.rules.docs_page > docs/operators.md`."""
     assert (ROOT / "docs" / "operators.md").read_text() == page()
-
-
-def test_the_page_of_private_names_is_the_table() -> None:
-    """Made by `python -m mpcompile.torch_inside.docs_page > docs/torch_inside.md`."""
-    assert (ROOT / "docs" / "torch_inside.md").read_text() == page_of_names()

@@ -16,7 +16,7 @@ import pytest
 from repository import PACKAGE, PASSES, ROOT, sources
 
 import mpcompile
-from mpcompile._torch import RANGE
+from mpcompile.torch_inside.version import RANGE
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -28,7 +28,7 @@ else:
 # what users import.
 LAYERS = (
     {"_version", "errors", "logs"},
-    {"_torch", "other_words"},
+    {"other_words"},
     {"torch_inside"},
     {"devices", "ranks"},
     {"operators"},
@@ -41,15 +41,15 @@ LAYERS = (
     {"plans", "scaling"},
     {"observe"},
     {"capture", "lower", "pipeline"},
-    {"runtime", "settings"},
-    {"check_module"},
+    {"settings"},
+    {"runtime"},
     {"plan_graph"},
     {"training"},
     {"graph_function"},
     {"backend", "optim"},
     {"whole_step", "records"},
     {"api", "entry_point"},
-    {"diagnosis", "finalize", "integrations", "preview", "steps"},
+    {"diagnosis", "integrations", "preview", "steps"},
     {"demo"},
     {"cli"},
     {"__main__"},

@@ -11,7 +11,7 @@ from compare import LEVELS, Compared, check
 from torch import Tensor
 
 from mpcompile import Policy, compiled_plans, mpcompile
-from mpcompile.planner.attention import LONGEST
+from mpcompile.planner.times import LONGEST
 
 ATTENTION = "scaled_dot_product_attention"
 

@@ -42,7 +42,7 @@ from mpcompile.passes.joint.store_masks_as_bytes import store_masks_as_bytes
 from mpcompile.passes.joint.unscale_together import unscale_together
 from mpcompile.passes.joint.widen_weight_gradients import widen_weight_gradients
 from mpcompile.rules.policy import Level
-from mpcompile.torch_inside import inductor as inside
+from mpcompile.torch_inside import names
 from mpcompile.torch_inside.inductor import PRE_FUSION
 
 pytestmark = pytest.mark.inside
@@ -168,13 +168,13 @@ def test_no_operator_of_ours_in_a_wrapper_in_cpp() -> None:
 
 def test_the_backend_hands_them_to_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
-    wrapper = inside.InductorBackend
+    wrapper = names.InductorBackend
 
     def spy(mode: Any, options: Any, dynamic: Any) -> Any:
         seen.append(options)
         return wrapper(mode, options, dynamic)
 
-    monkeypatch.setattr(inside, "InductorBackend", spy)
+    monkeypatch.setattr(names, "InductorBackend", spy)
     mpcompile(nn.Linear(4, 4))(torch.randn(2, 4))
     assert len(seen) == 1
     assert seen[0].keys() <= {PARTITIONER, PRE_FUSION, LOWERED}

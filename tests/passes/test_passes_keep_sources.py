@@ -21,7 +21,7 @@ from mpcompile.ir import aten
 from mpcompile.lower import emitter
 from mpcompile.passes.joint.keep_sources import WEIGHT, keep_sources
 from mpcompile.passes.joint.keep_written_inputs import keep_written_inputs
-from mpcompile.torch_inside.aot import UNCHECKED
+from mpcompile.torch_inside.inductor import UNCHECKED
 
 BF16 = torch.bfloat16
 CONVERT = torch.ops.prims.convert_element_type.default

@@ -1,10 +1,6 @@
-"""plan on blocks of real models: of a GPT, of a ResNet, of an LSTM tagger; and how little of a deep
-GPT enters the flow network.
-"""
+"""plan on blocks of real models: of a GPT, of a ResNet, of an LSTM tagger."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import pytest
 import torch
@@ -17,7 +13,6 @@ from torch import nn
 from mpcompile import ir
 from mpcompile.demo import GPT, GPTConfig
 from mpcompile.passes.graph.plan import plan
-from mpcompile.planner import min_cut
 
 
 def decisions(stage: Stage) -> str:
@@ -158,27 +153,3 @@ flatten_1: KEEP [captured]
 cross_entropy_loss: FULL [table]
 """,
     )
-
-
-@pytest.mark.slow("compiles by Inductor, or a deep model")
-@LEVELS
-def test_little_of_a_deep_model_enters_the_flow_network(
-    level: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What a layer leaves undecided is a part of its own; at O1 the residual stream is another."""
-    parts, solve = [], min_cut._low_side
-
-    def counted(network: Any, costs: Any) -> set[int]:
-        parts.append(len(network))
-        return solve(network, costs)
-
-    monkeypatch.setattr(min_cut, "_low_side", counted)
-    layers = 12
-    model = GPT(GPTConfig(vocab=16, context=8, width=16, layers=layers, heads=2))
-    tokens = torch.zeros(2, 8, dtype=torch.int64)
-    stage = Stage(plan, model, tokens, tokens, level=level)
-    stage.run()
-    *each, stream = sorted(parts) or [0]
-    assert len(parts) <= 4 * layers + 1
-    assert max(each, default=0) <= 10
-    assert stream <= 2 * layers

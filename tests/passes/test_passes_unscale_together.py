@@ -11,7 +11,7 @@ from torch import fx
 from torch._inductor.decomposition import select_decomp_table
 from torch.fx.experimental.proxy_tensor import make_fx
 
-import mpcompile.operators.unscale_all
+import mpcompile.operators.library
 from mpcompile import ir
 from mpcompile.ir import aten
 from mpcompile.passes.joint.unscale_together import unscale_together
@@ -255,7 +255,7 @@ def test_no_backward_is_left() -> None:
 
 
 def test_the_operator() -> None:
-    assert mpcompile.operators.unscale_all is not None
+    assert mpcompile.operators.library is not None
     gradients, found = [torch.ones(2, 3), torch.full((), 4.0)], torch.zeros(())
     torch.ops.mpcompile.unscale_all(gradients, found, torch.tensor(0.5))
     assert gradients[0].tolist() == [[0.5] * 3] * 2

@@ -24,8 +24,8 @@ from mpcompile import (
     explain,
     mpcompile,
 )
-from mpcompile._torch import check_torch_version, warn_of_version
 from mpcompile.errors import in_one_line
+from mpcompile.torch_inside.version import check_torch_version, warn_of_version
 
 
 def run(model: Any, **kwargs: Any) -> tuple[torch.Tensor, list[mp.api.Plan]]:

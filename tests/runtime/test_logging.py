@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import json
 import logging
 import re
@@ -20,9 +21,8 @@ from torch import nn
 
 from mpcompile import LossScale, MPOptimizer, compiled_plans, logs, loss_scale_of, mpcompile
 from mpcompile.errors import CannotRewrite, MPCompileWarning
-from mpcompile.profile import Profile, store
-from mpcompile.profile.grid import Point
-from mpcompile.profile.key import key_of
+from mpcompile.profile import store
+from mpcompile.profile.calls import Point
 from mpcompile.profile.measure import measure
 from mpcompile.scaling import live_scale
 
@@ -258,8 +258,12 @@ def test_which_profile_is_used(
     monkeypatch.setattr(store.platformdirs, "user_cache_path", lambda name: tmp_path / name)
     monkeypatch.setattr(store, "_loaded", {})
     here = torch.device("cpu")
-    key = vars(key_of(here)) if fits else {**vars(key_of(here)), "driver": "another"}
-    profile = Profile(**key, samples=store.builtin("cpu-avx2").samples[:3])
+    empty = store.empty_profile(here)
+    profile = dataclasses.replace(
+        empty,
+        driver=empty.driver if fits else "another",
+        samples=store.builtin("cpu-avx2").samples[:3],
+    )
     path = store.cache_path(here)
     store.write(profile, path)
     facts("profile").clear()

@@ -1,42 +1,20 @@
-"""Private attributes of torch's tensors, modules and engines do what mpcompile reads them for."""
+"""What mpcompile reads inside torch is as it was read: each release is tried by these first."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
+from torch.optim import Optimizer
 
-from mpcompile.torch_inside.amp import autocast_is_on, autocast_off, is_enabled
-from mpcompile.torch_inside.autograd import (
-    base_of,
-    call_after_backward,
-    current_node,
-    function_of,
-    hooks_on,
-    keeps_graph,
-    running_backward,
-    version,
+from mpcompile.torch_inside.graphs import (
+    overload_name,
+    packet_name,
+    schema,
 )
-from mpcompile.torch_inside.distributed import (
-    FSDP_MARK,
-    LOCAL,
-    FSDPState,
-    active_ddp,
-    engine_of,
-    engine_states,
-    groups_of,
-    is_joined,
-    is_reducing,
-    modules_of,
-    overlaps_backward,
-    parameters_of,
-    reduces_in_python,
-    whole_of,
-)
+from mpcompile.torch_inside.inductor import PRE_FUSION, computes_reads, has_setting
 from mpcompile.torch_inside.modules import (
     COMPILED_CALL,
     buffers_of,
@@ -45,22 +23,51 @@ from mpcompile.torch_inside.modules import (
     plain_call,
     set_compiled_call,
 )
-from mpcompile.torch_inside.tensors import holders, sparse_values, storage_of
+from mpcompile.torch_inside.names import (
+    autocast_is_on,
+    autocast_off,
+    builder,
+    current_node,
+    dynamo_config,
+    keeps_graph,
+    meta_utils,
+    running_backward,
+)
+from mpcompile.torch_inside.optimizers import (
+    has_hooks,
+    init_group,
+    is_hooked,
+    without_wrappers,
+)
+from mpcompile.torch_inside.private_names import GONE
+from mpcompile.torch_inside.tensors import (
+    base_of,
+    call_after_backward,
+    function_of,
+    holders,
+    hooks_on,
+    is_enabled,
+    sparse_values,
+    storage_of,
+    version,
+)
 
 pytestmark = pytest.mark.inside
 
 
-# -- amp.py ----------------------------------------------------------------------------------------
+def test_nothing_is_gone() -> None:
+    assert GONE == []
+
+
+# -- autocast --------------------------------------------------------------------------------------
 
 
 def test_tells() -> None:
-    """torch:autocast._enabled"""
     kinds = [torch.autocast("cpu", torch.bfloat16, enabled=enabled) for enabled in (True, False)]
     assert [*map(is_enabled, kinds)] == [True, False]
 
 
 def test_turns_off() -> None:
-    """torch._C:_DisableAutocast()"""
     with torch.autocast("cpu", torch.bfloat16):
         inside = autocast_is_on()
         with autocast_off():
@@ -69,7 +76,7 @@ def test_turns_off() -> None:
     assert (inside, seen, after) == (True, False, True)
 
 
-# -- autograd.py -----------------------------------------------------------------------------------
+# -- autograd --------------------------------------------------------------------------------------
 
 
 class Twice(torch.autograd.Function):
@@ -89,7 +96,6 @@ class Twice(torch.autograd.Function):
 
 
 def test_tells_of_backwards() -> None:
-    """torch.autograd:Variable._execution_engine"""
     x = torch.ones((), requires_grad=True)
     with torch.enable_grad():
         y: torch.Tensor = Twice.apply(x)  # type: ignore[no-untyped-call]
@@ -101,7 +107,6 @@ def test_tells_of_backwards() -> None:
 
 
 def test_counts_writes() -> None:
-    """torch:Tensor._version"""
     x = torch.zeros(2)
     before = version(x)
     x[0].add_(1)
@@ -109,7 +114,6 @@ def test_counts_writes() -> None:
 
 
 def test_knows_hooks() -> None:
-    """torch:Tensor._post_accumulate_grad_hooks"""
     x, y, z = (torch.ones((), requires_grad=True) for _ in range(3))
     x.register_hook(lambda g: g)
     y.register_post_accumulate_grad_hook(lambda p: None)
@@ -121,81 +125,15 @@ def test_knows_hooks() -> None:
 
 
 def test_knows_views() -> None:
-    """torch:Tensor._base"""
     x = torch.zeros(2)
     assert base_of(x[:1]) is x
     assert base_of(x) is None
 
 
-# -- distributed.py --------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def alone() -> Iterator[None]:
-    """A world of one process."""
-    store = dist.HashStore()  # type: ignore[attr-defined]
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-@pytest.mark.usefixtures("alone")
-def test_ddp() -> None:
-    """torch.nn.parallel:DistributedDataParallel._module_parameters"""
-    seen: list[Any] = []
-
-    class Layer(nn.Linear):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            seen.append(active_ddp())
-            return super().forward(x)
-
-    ddp = nn.parallel.DistributedDataParallel(Layer(1, 1))
-    assert [*map(id, parameters_of(ddp))] == [*map(id, ddp.parameters())]
-    assert (reduces_in_python(ddp), is_joined(ddp)) == (False, False)
-    loss = ddp(torch.ones(1, 1)).sum()
-    assert seen == [ddp]
-    reducing: list[bool] = []
-    for parameter in ddp.parameters():
-        parameter.register_hook(lambda _: reducing.append(is_reducing(ddp)))
-    loss.backward()
-    assert (reducing, is_reducing(ddp), active_ddp()) == ([False, True], False, None)
-
-
-@pytest.mark.usefixtures("alone")
-def test_fsdp() -> None:
-    """torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam._unsharded_param"""
-    from torch.distributed.fsdp import fully_shard
-
-    mesh = dist.device_mesh.init_device_mesh("cpu", (1,))
-    module: Any = fully_shard(nn.Linear(2, 1, bias=False), mesh=mesh)
-    state: Any = engine_of(module)
-    assert isinstance(state, FSDPState)
-    assert modules_of(state) == (module,)
-    assert engine_states[module]() is state
-    assert getattr(module, FSDP_MARK)
-    (group,) = groups_of(state)
-    (holder,) = group.fsdp_params
-    assert torch.equal(getattr(module.weight, LOCAL), module.weight.to_local())
-    module.unshard()
-    assert whole_of(holder) is module.weight
-
-
-@pytest.mark.usefixtures("alone")
-def test_zero() -> None:
-    """torch.distributed.optim:ZeroRedundancyOptimizer._overlap_with_ddp"""
-    from torch.distributed.optim import ZeroRedundancyOptimizer
-
-    weights = [nn.Parameter(torch.zeros(1))]
-    optimizer = ZeroRedundancyOptimizer(weights, torch.optim.SGD, lr=0.1)
-    assert not overlaps_backward(optimizer)
-    assert isinstance(optimizer.optim, torch.optim.SGD)
-
-
-# -- modules.py ------------------------------------------------------------------------------------
+# -- modules ---------------------------------------------------------------------------------------
 
 
 def test_runs() -> None:
-    """torch.nn:Module._compiled_call_impl"""
     module = nn.Identity()
     before = compiled_call(module)
     set_compiled_call(module, lambda x: x + 1)
@@ -206,7 +144,6 @@ def test_runs() -> None:
 
 
 def test_knows_hooks_modules() -> None:
-    """torch.nn:Module._forward_hooks"""
     module = nn.Identity()
     module.register_forward_pre_hook(lambda *_: None)
     module.register_forward_hook(lambda *_: None)
@@ -216,23 +153,20 @@ def test_knows_hooks_modules() -> None:
 
 
 def test_holds() -> None:
-    """torch.nn:Module._buffers"""
     module = nn.BatchNorm1d(1)
     assert list(buffers_of(module)) == [name for name, _ in module.named_buffers()]
 
 
-# -- tensors.py ------------------------------------------------------------------------------------
+# -- tensors ---------------------------------------------------------------------------------------
 
 
 def test_tells_views() -> None:
-    """torch:UntypedStorage._cdata"""
     with torch.device("meta"):
         x, y = torch.empty(2), torch.empty(2)
     assert storage_of(x) == storage_of(x[1:]) != storage_of(y)
 
 
 def test_counts_holders() -> None:
-    """torch._C:_storage_Use_Count()"""
     x = torch.ones(())
     memory = x.untyped_storage()
     alone = holders(memory)
@@ -244,8 +178,82 @@ def test_counts_holders() -> None:
 
 
 def test_reads_values() -> None:
-    """torch:Tensor._values"""
     places = torch.tensor([[0, 0]])
     with torch.sparse.check_sparse_tensor_invariants():  # else it warns
         twice = torch.sparse_coo_tensor(places, torch.ones(2), (2,))
     assert sparse_values(twice).tolist() == [1.0, 1.0]
+
+
+# -- Dynamo ----------------------------------------------------------------------------------------
+
+
+def test_may_skip() -> None:
+    assert dynamo_config.skip_tensor_guards_with_matching_dict_tags
+
+
+def test_reads_grad() -> None:
+    assert builder.safe_grad
+    assert meta_utils.safe_grad
+
+
+# -- Inductor --------------------------------------------------------------------------------------
+
+
+def test_computes() -> None:
+    from torch._inductor.scheduler import SchedulerNode
+
+    assert computes_reads(SchedulerNode)
+
+
+def test_knows_settings_inductor() -> None:
+    names = ("joint_custom_post_pass", "post_grad_custom_post_pass", "custom_partitioner_fn",
+             "max_autotune_gemm_backends", "cpp_wrapper", PRE_FUSION)  # fmt: skip
+    assert all(map(has_setting, names))
+
+
+def test_tells_results() -> None:
+    from torch._inductor.output_code import CompiledFxGraph
+
+    assert {"output_strides", "current_callable"} <= CompiledFxGraph.__annotations__.keys()
+
+
+# -- operators -------------------------------------------------------------------------------------
+
+
+def test_declares() -> None:
+    declared = schema(torch.ops.aten.add_.Tensor)
+    written = [a.name for a in declared.arguments if a.alias_info is not None]
+    assert (declared.name, written, declared.is_mutable) == ("aten::add_", ["self"], True)
+
+
+def test_names() -> None:
+    packet = torch.ops.aten.add
+    names = [overload_name(getattr(packet, one)) for one in ("Tensor", "out")]
+    assert [*names, packet_name(packet)] == ["Tensor", "out", "aten::add"]
+    assert overload_name(torch.ops.aten.relu.default) == "default"
+
+
+# -- optimizers ------------------------------------------------------------------------------------
+
+
+def one() -> Optimizer:
+    return torch.optim.SGD([torch.zeros((), requires_grad=True)])
+
+
+def test_knows_hooks_of_optimizers() -> None:
+    plain, before, after = one(), one(), one()
+    before.register_step_pre_hook(lambda *_: None)
+    after.register_step_post_hook(lambda *_: None)
+    assert [*map(has_hooks, (plain, before, after))] == [False, True, True]
+
+
+def test_makes_state() -> None:
+    init = init_group(one())
+    assert init is not None
+    assert init.__module__.startswith("torch.optim.")
+
+
+def test_is_unwrapped() -> None:
+    step = type(one()).step
+    assert (is_hooked(step), is_hooked(without_wrappers(step))) == (True, False)
+    assert without_wrappers(step).__code__.co_name == "step"

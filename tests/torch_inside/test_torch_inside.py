@@ -13,41 +13,34 @@ from typing import Any
 
 import pytest
 from repository import ROOT
-from torch.utils import _pytree as pytree
 
-from mpcompile.torch_inside import private_names
-from mpcompile.torch_inside.private_names import NAMES, MissingInTorch, Part, private
+from mpcompile.torch_inside.names import pytree
+from mpcompile.torch_inside.private_names import GONE, MissingInTorch, Part, gone, needed_for
 from mpcompile.torch_inside.replace import Replacement, calls_of, method, reads_of
 
 pytestmark = pytest.mark.inside
 
-GONE = "torch.utils._pytree:tree_that_never_was"
-SAYS = "has no torch.utils._pytree.tree_that_never_was, which counts leaves"
+
+@pytest.fixture
+def lacking() -> Iterator[str]:
+    """A name is gone: what Python says of it."""
+    with needed_for(Part.SAY):
+        from torch.utils._pytree import tree_that_never_was  # noqa: F401
+    yield "cannot import name 'tree_that_never_was' from 'torch.utils._pytree'"
+    GONE.pop()
 
 
-@pytest.fixture(autouse=True)
-def names() -> Iterator[None]:
-    """Leaves the tables of names as they were."""
-    before, gone = dict(NAMES), len(private_names.GONE)
-    yield
-    del private_names.GONE[gone:]
-    NAMES.clear()
-    NAMES.update(before)
+def test_what_is_there_is_torchs_own() -> None:
+    from torch.utils import _pytree as theirs
+
+    assert pytree is theirs
+    with pytest.raises(AttributeError):
+        gone("name")
 
 
-def test_a_name_that_is_there_is_torchs_own() -> None:
-    assert private("torch.utils._pytree:tree_map", "maps", Part.SAY) is pytree.tree_map
-    assert NAMES["torch.utils._pytree:tree_map"].taken
-
-
-def test_another_spelling_is_taken() -> None:
-    taken = private(GONE, "counts leaves", Part.SAY, "torch.utils._pytree:tree_leaves")
-    assert taken is pytree.tree_leaves
-
-
-@pytest.mark.parametrize("path", [GONE, "torch._never_was:name", "torch.utils._pytree:TreeSpec.no"])
-def test_a_name_that_is_gone_raises_when_it_is_used(path: str) -> None:
-    absent = private(path, "counts leaves", Part.SAY)
+def test_a_name_that_is_gone_raises_when_it_is_used(lacking: str) -> None:
+    assert (Part.SAY, lacking) in GONE
+    absent = gone("tree")
 
     class Below(absent):  # type: ignore[misc, valid-type]
         def more(self) -> int:
@@ -58,28 +51,42 @@ def test_a_name_that_is_gone_raises_when_it_is_used(path: str) -> None:
         lambda: issubclass(int, absent), lambda: len(absent), lambda: [*absent],
         lambda: 1 in absent, lambda: setattr(absent, "field", 1),
     ):  # fmt: skip
-        with pytest.raises(MissingInTorch, match=path.replace(":", ".") + ", which counts leaves"):
+        with pytest.raises(MissingInTorch, match=rf"^torch [\w.+]+ lacks what .*\({lacking}\)$"):
             use()
 
 
-def test_the_message_names_torch() -> None:
-    with pytest.raises(MissingInTorch, match=SAYS):
-        private(GONE, "counts leaves", Part.SAY)()
+@pytest.mark.parametrize(
+    "taken",
+    [
+        "from torch._never_was import name",
+        "from torch.utils._pytree import never_was",
+        "import torch; torch.never_was",  # as a module of a torch that is built without distributed
+    ],
+)
+def test_a_block_ends_where_a_name_or_a_module_is_gone(taken: str) -> None:
+    before, found = len(GONE), {}
+    block = f"with needed_for(part):\n    {taken}\n    from os import path"
+    exec(block, {"needed_for": needed_for, "part": Part.SAY}, found)
+    assert "path" not in found
+    ((part, why),) = GONE[before:]
+    del GONE[before:]
+    assert part is Part.SAY
+    assert "never_was" in why
 
 
 WITHOUT_ANY = """
-import importlib, sys, torch._inductor.compile_fx
-theirs = importlib.import_module
-def import_module(name, package=None):
-    if sys._getframe(1).f_code.co_name == "_resolved":
+import builtins, torch._inductor.compile_fx
+theirs = builtins.__import__
+def import_(name, globals=None, *rest):
+    if (globals or {}).get("__name__") == "mpcompile.torch_inside.names" and name[:5] == "torch":
         raise ImportError(name)
-    return theirs(name, package)
-importlib.import_module = import_module
+    return theirs(name, globals, *rest)
+builtins.__import__ = import_
 from mpcompile import cli
-from mpcompile.torch_inside.private_names import GONE, NAMES
+from mpcompile.torch_inside.private_names import GONE, Part
 status = cli.main(["check"])
 assert status == 1
-assert {name.path for name in GONE} == {path for path, name in NAMES.items() if name.taken}
+assert {part for part, _ in GONE} == {*Part}
 """
 
 

@@ -16,7 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from mpcompile.devices.registry import capabilities
 from mpcompile.errors import MPCompileError, MPCompileWarning
-from mpcompile.torch_inside.inductor import config
+from mpcompile.torch_inside.names import inductor_config
 from mpcompile.verify import case, first_call, verdicts
 from mpcompile.verify.first_call import Verifier
 from mpcompile.verify.verdicts import Verdicts, Verify, say_again
@@ -103,7 +103,7 @@ def test_what_is_right_is_verified_once(inductor: Inductor) -> None:
 
 
 def test_a_wrong_sum_is_put_right_said_once_and_cured(inductor: Inductor) -> None:
-    inductor.right = lambda: bool(config.emulate_precision_casts)
+    inductor.right = lambda: bool(inductor_config.emulate_precision_casts)
     inputs = inputs_of()
     owner, found = compiled(inputs)
     results, said = call(owner, inputs)
@@ -115,16 +115,6 @@ def test_a_wrong_sum_is_put_right_said_once_and_cured(inductor: Inductor) -> Non
     again, said = call(owner, inputs)
     torch.testing.assert_close(again, results)
     assert not said
-
-
-def test_where_no_setting_helps_what_leads_there_runs_one_by_one(inductor: Inductor) -> None:
-    inductor.right = lambda: False
-    inputs = inputs_of()
-    owner, found = compiled(inputs)
-    call(owner, inputs)
-    assert found.known["graph"].cure == "apart"
-    results, _ = call(owner, inputs)
-    torch.testing.assert_close(results, list(program(*inputs)))
 
 
 def test_the_last_cure_is_the_graph_operator_by_operator(inductor: Inductor) -> None:
@@ -203,7 +193,7 @@ def test_an_error_of_the_verification_is_none_of_the_program(
     def fails(*_: Any) -> None:
         raise ValueError("an operator has no kernel")
 
-    monkeypatch.setattr(first_call, "part_that_fits", fails)
+    monkeypatch.setattr(first_call.Trial, "part_that_fits", fails)
     inputs = inputs_of()
     owner, found = compiled(inputs)
     results, said = call(owner, inputs)

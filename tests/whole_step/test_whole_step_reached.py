@@ -137,7 +137,7 @@ def torch_as_it_is() -> list[dict[str, Any]]:
     """What a trace might leave its own things in."""
     optimizers = [dict(vars(cls)) for cls in (torch.optim.Optimizer, torch.optim.SGD)]
     names = ("TensorVariable", "OptimizerVariable", "OutputGraph", "SideEffects")
-    dynamos = [getattr(tracing.dynamo, name) for name in names]
+    dynamos = [getattr(tracing.names, name) for name in names]
     tables = [dict(vars(c).get("tp_getset", {})) for c in dynamos]
     return [{"optimizers": optimizers}, *(dict(vars(c)) for c in dynamos), *tables]
 

@@ -9,7 +9,7 @@ import warnings
 from pathlib import Path
 from typing import NoReturn
 
-from .errors import MPCompileError, MPCompileWarning
+from ..errors import MPCompileError, MPCompileWarning
 
 __all__ = [
     "NEWEST",

@@ -10,12 +10,12 @@ from typing import Any, NoReturn
 
 import torch
 
-from .devices.registry import is_supported, supported
-from .errors import MPCompileError, did_you_mean
-from .ir.dtypes import HALF, half_of
-from .other_words import hint_for
-from .rules.policy import Level
-from .settings import Settings
+from ..devices.registry import is_supported, supported
+from ..errors import MPCompileError, did_you_mean
+from ..ir.dtypes import HALF, half_of
+from ..other_words import hint_for
+from ..rules.policy import Level
+from ..settings import Settings
 
 _SHOWN = 6  # of a model's modules, in an error
 

@@ -19,19 +19,19 @@ import torch
 from torch import fx, nn
 from torch.export import ExportedProgram
 
-from . import ir
-from .api import matched_nothing
-from .backend import planned_or_why
-from .capture.surroundings import Around
-from .check_module import check_call, check_module
-from .errors import MPCompileError, MPCompileWarning
-from .ir import aten
-from .plan_graph import Facts, Planned
-from .planner.target import place_of, target_of
-from .records import settings_like, studied
-from .rules.policy import Level, Policy
-from .settings import Settings
-from .torch_inside.fakes import FakeTensor, TracingContext, tracing
+from .. import ir
+from ..api import matched_nothing
+from ..backend import planned_or_why
+from ..capture.surroundings import Around
+from ..errors import MPCompileError, MPCompileWarning
+from ..ir import aten
+from ..plan_graph import Facts, Planned
+from ..planner.target import place_of, target_of
+from ..records import settings_like, studied
+from ..rules.policy import Level, Policy
+from ..runtime.check_module import check_call, check_module
+from ..settings import Settings
+from ..torch_inside.names import FakeTensor, TracingContext, tracing
 
 __all__ = ["finalize"]
 
