@@ -9,7 +9,6 @@ time it checks what the passes made: a program that doesn't fit its inputs is an
 
 from __future__ import annotations
 
-import copy
 import os
 import warnings
 from collections.abc import Sequence
@@ -23,7 +22,7 @@ from . import ir
 from .api import matched_nothing
 from .backend import planned_or_why
 from .capture.surroundings import Around
-from .check_module import check_call, check_module
+from .check_module import check_call, check_module, deep_copy
 from .errors import MPCompileError, MPCompileWarning
 from .ir import aten
 from .plan_graph import Facts, Planned
@@ -93,13 +92,7 @@ def _plain(model: nn.Module) -> nn.Module:
     """The module in evaluation, as it would be without mpcompile; it shares the weights' memory."""
     memo: dict[int, Any] = {id(b): b for b in model.buffers()}
     memo |= {id(p): nn.Parameter(p.detach(), p.requires_grad) for p in model.parameters()}
-    try:
-        return copy.deepcopy(model, memo).eval()
-    except Exception as error:
-        raise MPCompileError(
-            f"finalize: {type(model).__name__} can't be copied ({type(error).__name__}: {error}), "
-            "and what is exported is a copy in evaluation"
-        ) from error
+    return deep_copy(model, memo, model, "what is exported is a copy in evaluation").eval()
 
 
 def _rewrite(module: fx.GraphModule, settings: Settings) -> None:
