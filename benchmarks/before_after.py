@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from benchmarks.harness.processes import ROOT
 from mpcompile import plan_for
-from mpcompile.plans.graph_data import PlanNode
+from mpcompile.plans.plan_data import PlanNode
 
 __all__ = ["drawn", "planned"]
 

@@ -23,9 +23,8 @@ from .ir.updates import is_update
 from .lower.tracing_settings import or_broken
 from .plan_graph import Facts, Planned, plan_graph
 from .planner.target import place_of
+from .plans.compile_log import log_graph, trace_plan
 from .plans.graph_plan import O0_ASKED, GraphPlan, plan_of_left
-from .plans.log_graph import log_graph
-from .plans.trace import trace_graph
 from .rules.policy import Level
 from .runtime import given_up, stalls, uncalled
 from .runtime.outside_products import counted
@@ -141,7 +140,7 @@ def _leave(
     gm: fx.GraphModule, example_inputs: Sequence[Any], settings: Settings, reason: str
 ) -> tuple[Callable[..., Any], GraphPlan]:
     plan = plan_of_left(reason, place_of(example_inputs))
-    trace_graph(plan)
+    trace_plan(plan)
     verify = settings.verifying()
     run = function_of_left(gm, example_inputs, settings, verify)
     return run, replace(plan, verification=verify)

@@ -23,7 +23,7 @@ from .lower.replayed import replays
 from .padding.products import product
 from .pipeline import Planned
 from .planner.target import Target
-from .plans.advice import say_nothing_runs_low, say_products_stay
+from .plans.compile_log import say_nothing_runs_low, say_products_stay
 from .runtime.graph_call import noticing_ddp, reading, reading_in_full, scaled
 from .runtime.repair import Repairable
 from .runtime.stays_finite import watching

@@ -42,9 +42,8 @@ from .passes.graph.plan import plan
 from .passes.graph.plan_pads import plan_pads
 from .passes.graph.read_copies import read_copies
 from .passes.graph.scale_gradients import scale_gradients
-from .plans.dump import Dump
+from .plans.compile_log import Dump, trace_graph
 from .plans.graph_plan import GraphPlan, lines_of, plan_of
-from .plans.trace import trace_graph
 from .rules.policy import Config
 
 Pass = Callable[[fx.GraphModule, Config], bool]
@@ -209,6 +208,6 @@ def run(
     )
     if record:
         record.plan(plan)
-    trace_graph(plan)
+    trace_graph(plan, as_captured.graph, rewritten.graph)
     gm.recompile()
     return Planned(gm, plan, GraphInputs.of(gm.graph), as_captured, rewritten)

@@ -1,4 +1,4 @@
-"""Dynamo's graph -> the rewritten graph and its plan, by facts that somebody else has collected.
+"""Dynamo's graph -> the rewritten graph and its plan, by facts that its caller has collected.
 
 A training asks its loss scale and its optimizers for them (`training.py`); what explains or
 diagnoses a model has answers of its own. Planning asks nobody: the same graph, facts and settings

@@ -100,7 +100,7 @@ def draw_gradients(path: Path, histograms: dict[str, dict[str, Any]]) -> Figure:
         for axes, (name, histogram) in zip(panels, histograms.items(), strict=True):
             panel = chart(Histogram(**histogram)).panels[0]
             for kind, colour in _FP16.items():
-                bars = [bar for bar in panel.bars if bar.range == kind]
+                bars = [bar for bar in panel.bars if bar.range.name == kind]
                 label = f"{kind}: {panel.percent(kind):.2g}%"
                 heights = [bar.percent for bar in bars]
                 lefts = [bar.left for bar in bars]

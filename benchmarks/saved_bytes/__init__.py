@@ -6,7 +6,7 @@ that reads from the partitioned forward what it hands to the backward. So a mode
 counted in seconds; its parameters are memory that nothing touches, its activations are never
 allocated.
 
-What is counted: see `mpcompile/plans/saved_bytes.py`. A model in half precision has its low
+What is counted: see `mpcompile/plans/partitioned.py`. A model in half precision has its low
 weights as parameters, which exist anyway. A copy of an input that the graph makes itself (a weight
 cast to the low dtype) does count, and has a column of its own.
 

@@ -17,7 +17,7 @@ from torch._inductor import compile_fx
 from mpcompile import MPOptimizer, backend, mpcompile
 from mpcompile.demo.train import bytes_saved_for_backward
 from mpcompile.plan_graph import Facts, Planned, plan_graph
-from mpcompile.plans.saved_bytes import Saved, counter
+from mpcompile.plans.partitioned import Saved, counter
 from mpcompile.scaling import copies
 from mpcompile.settings import Settings
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 import torch
 
 from benchmarks.harness.report import Report, Table, plain
-from mpcompile.plans.saved_bytes import Saved
+from mpcompile.plans.partitioned import Saved
 
 from .cases import AUTOCAST, BUDGET, HALF, O1, O2, STEPPED, WITH_HEAD, Work
 from .count import Counted

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from mpcompile.plans.saved_bytes import Saved
+from mpcompile.plans.partitioned import Saved
 
 __all__ = ["Group", "excess", "groups", "place", "totals"]
 

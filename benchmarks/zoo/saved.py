@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from benchmarks.saved_bytes.cases import AUTOCAST, O1, O2, Way
 from benchmarks.saved_bytes.count import LOW, autocast, planned_for_gpu, prepared
 from benchmarks.saved_bytes.sums import excess
-from mpcompile.plans.saved_bytes import Saved
+from mpcompile.plans.partitioned import Saved
 
 from .arms import BOTH
 from .catalogue import LIBRARIES

@@ -10,8 +10,8 @@ Exit status:
 
     0   done
     1   `info`: torch is outside the supported range; `check`: something fails; `demo`: the losses
-        of the two are more than 2% apart, or not finite; `explain` and `diagnose`: a condition that
-        `--fail-...` names holds, and stderr says which one and by how much
+        of the two are more than 2% apart, or not finite; `plan`, `explain` and `diagnose`: a
+        condition that `--fail-...` names holds, and stderr says which one and by how much
     2   a request that can't be met: stderr says why
 """
 
@@ -24,7 +24,7 @@ from rich.console import Console
 
 from .._version import __version__
 from ..errors import MPCompileError
-from . import check, demo, explain, machine, numbers
+from . import machine, model
 from .common import complain
 
 __all__ = ["main"]
@@ -47,6 +47,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"mpcompile {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for group in (machine, check, demo, explain, numbers):
+    for group in (machine, model):
         group.add(commands)
     return parser

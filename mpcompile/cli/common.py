@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -50,10 +51,23 @@ def _dtype(word: str) -> str:
     return word
 
 
+def number(text: str, fits: Callable[[float], bool], needed: str) -> float:
+    """The number that a flag is given; the error for one that doesn't fit ends with `needed`."""
+    try:
+        found = float(text)
+    except ValueError:
+        found = math.nan
+    if not fits(found):
+        raise argparse.ArgumentTypeError(f"{text}: {needed}")
+    return found
+
+
 def add_option(parser: argparse.ArgumentParser, name: str, **own: Any) -> None:
-    """Add the flag of one of `mpcompile()`'s options; `own` replaces parts of its declaration."""
+    """Add the flag of one of `mpcompile()`'s options; `own` replaces parts of its declaration. What
+    is left out on the command line is no attribute of what it is parsed to.
+    """
     option = OPTIONS[name]
-    how: dict[str, Any] = {"help": option.help, "default": option.default}
+    how: dict[str, Any] = {"help": option.help, "default": argparse.SUPPRESS}
     if name == "dtype":
         how |= {"type": _dtype, "metavar": "DTYPE"}
     elif isinstance(option.default, bool):
@@ -82,10 +96,7 @@ def command(commands: Commands, name: str, *, help: str, about: str) -> argparse
         about: what it does, in full sentences.
     """
     parser = commands.add_parser(
-        name,
-        help=help,
-        description=f"{about} {CONTRACT}.",
-        formatter_class=Help,
+        name, help=help, description=f"{about} {CONTRACT}.", formatter_class=Help
     )
     parser.add_argument("factory", metavar="pkg.module:factory", help="makes the model")
     return parser

@@ -1,11 +1,15 @@
-"""What this machine offers, and how fast it is: `mpcompile info` and `mpcompile profile`."""
+"""The commands that need no model of yours: what this machine offers and how fast it is (`info`,
+`profile`), whether mpcompile works here (`check`), and a small training (`demo`).
+"""
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import math
 import os
 import platform
+from collections.abc import Iterator
 
 import torch
 from rich.console import Console
@@ -13,23 +17,32 @@ from rich.markup import escape
 from rich.table import Table
 
 from .._version import __version__
-from ..devices.registry import capabilities, default_device
-from ..errors import MPCompileError
+from ..api import mpcompile
+from ..demo import GPT, GPTConfig
+from ..demo.run import DemoSettings
+from ..demo.run import run as run_demo
+from ..devices.registry import capabilities, default_device, supported
+from ..errors import MPCompileError, in_one_line
+from ..ir.dtypes import HALF
 from ..profile import Profile, Sample, store
 from ..profile.measure import measure
 from ..profile.model import KINDS, flops
+from ..records import compiled_plans
+from ..torch_inside.private_names import GONE, Part, why_off
 from ..torch_inside.version import NEWEST, OLDEST, RANGE, check_torch_version, is_untested
-from .common import Commands, Help, known_device, new_file, show
+from ..verify.verdicts import toolchain
+from .common import Commands, Help, add_option, failed, given, known_device, new_file, number, show
 
 _LOW = {torch.bfloat16: "BF16", torch.float16: "FP16"}
+_STEPS = 5  # of `check`
 # What changes a compile from outside of the program.
 _VARIABLES = ("MPCOMPILE_", "TORCHDYNAMO_", "TORCHINDUCTOR_", "TORCH_LOGS")
 
 
 def add(commands: Commands) -> None:
     """Add the commands of this file."""
-    _add_info(commands)
-    _add_profile(commands)
+    for one in (_add_info, _add_profile, _add_check, _add_demo):
+        one(commands)
 
 
 def _add_info(commands: Commands) -> None:
@@ -60,13 +73,7 @@ def _add_profile(commands: Commands) -> None:
 
 
 def _seconds(text: str) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        number = math.nan
-    if not 0 < number < math.inf:
-        raise argparse.ArgumentTypeError(f"{text}: a number of seconds above 0 is needed")
-    return number
+    return number(text, lambda n: 0 < n < math.inf, "a number of seconds above 0 is needed")
 
 
 def _info(options: argparse.Namespace, console: Console) -> int:
@@ -161,3 +168,109 @@ def _gain(full: Sample | None, low: Sample | None) -> str:
     if full is None or low is None:
         return "-"
     return f"{full.total / low.total:.2f}x"
+
+
+def _add_check(commands: Commands) -> None:
+    parser = commands.add_parser(
+        "check",
+        help="what works here: versions, units, torch's private names, a verified training",
+        description="Print the versions, which dtypes the devices have units for, which private "
+        "names torch lacks, and how a small GPT trains under Inductor at O1 and O2, with all that "
+        "is compiled verified. The exit status is 1 if a name is missing or a training fails.",
+    )
+    parser.add_argument("--device", default="auto", help="auto (default), cpu, cuda or cuda:N")
+    parser.set_defaults(run=_check)
+
+
+def _check(options: argparse.Namespace, console: Console) -> int:
+    device = known_device(options.device) or default_device()
+    for line in (_versions(), *_units(), *_names()):
+        show(console, line)
+    fails = bool(GONE)
+    for level in ("O1", "O2"):
+        try:
+            with console.status(f"training at {level}"):
+                said = _trained(level, device)
+        except Exception as error:  # whatever a compiler, or another torch, may raise
+            fails, said = True, f"FAILED: {in_one_line(error)}"
+        show(console, f"{level}: {said}")
+    return 1 if fails else 0
+
+
+def _versions() -> str:
+    # The C++ compiler is a setting of Inductor's.
+    below = f"torch {torch.__version__}" if why_off(Part.INDUCTOR) else toolchain().names
+    return f"mpcompile {__version__}, Python {platform.python_version()}, {below}"
+
+
+def _units() -> Iterator[str]:
+    for device in filter(lambda one: one.is_there(), map(capabilities, supported())):
+        dtypes = [str(dtype).removeprefix("torch.") for dtype in HALF if device.has_units(dtype)]
+        units = device.units() + (f", for {' and '.join(dtypes)}" if dtypes else "")
+        yield f"{device.device.type}: {device.name()}; units: {units}"
+
+
+def _names() -> Iterator[str]:
+    yield f"private names of torch that are missing: {len(GONE) or 'none'}"
+    for part, why in GONE:
+        yield f"  {why}: {part.value}"
+
+
+def _trained(level: str, device: torch.device) -> str:
+    """Train a small GPT on one batch: its losses, and what is verified.
+
+    Raises:
+        MPCompileError: something is compiled wrongly, isn't verified, or doesn't learn.
+    """
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(context=64, layers=1, heads=2)).to(device)
+    low = capabilities(device).auto  # also where it doesn't pay
+    model = mpcompile(model, dtype=low, level=level, strict=True)
+    tokens, targets = torch.randint(256, (2, 4, 64), device=device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    losses = []
+    for _ in range(_STEPS):
+        loss = model(tokens, targets)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    asked = [plan.verification for plan in compiled_plans(model) if plan.verification]
+    said = "; ".join(one.text() for one in asked)
+    counts = [v.values for one in asked for found in one.found for v in found.known.values()]
+    if not counts or 0 in counts:
+        raise MPCompileError(f"not all that was compiled is verified: {said or 'nothing'}")
+    course = f"loss {losses[0]:.4g} -> {losses[-1]:.4g} in {_STEPS} steps"
+    if not losses[-1] < losses[0]:  # also of NaN
+        raise MPCompileError(f"it doesn't learn: {course}")
+    return f"{course}; {said}"
+
+
+def _add_demo(commands: Commands) -> None:
+    demo = commands.add_parser(
+        "demo",
+        help="train a small GPT in FP32 and in mixed precision, side by side",
+        formatter_class=Help,
+    )
+    defaults = DemoSettings()
+    demo.add_argument("--steps", type=_steps, default=defaults.steps, help="training steps")
+    add_option(demo, "dtype", default=defaults.dtype)
+    add_option(demo, "level", default=defaults.level, choices=("O1", "O2"))
+    add_option(demo, "emit", default=defaults.emit, help="what runs the graphs of both models")
+    demo.add_argument("--device", default=defaults.device, help="auto, cpu, cuda or cuda:1")
+    demo.add_argument("--seed", type=int, default=defaults.seed, help="of weights and batches")
+    add_option(demo, "dump", default=defaults.dump)
+    demo.set_defaults(run=_demo)
+
+
+def _steps(text: str) -> int:
+    if not text.isdecimal() or int(text) < 2:
+        raise argparse.ArgumentTypeError(f"{text}: a whole number from 2 is needed")
+    return int(text)
+
+
+def _demo(options: argparse.Namespace, console: Console) -> int:
+    known_device(options.device)
+    names = (field.name for field in dataclasses.fields(DemoSettings))
+    fault = run_demo(DemoSettings(**given(options, names)), console).fault
+    return failed(() if fault is None else (fault,))

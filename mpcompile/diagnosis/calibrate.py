@@ -1,7 +1,7 @@
 """Observed ranges become pins: `policy = calibrate(model, batches, loss_fn)`.
 
 A copy of the model runs in FP32, forward and backward, on each batch. What the low dtype could not
-hold, with a margin, is kept in FP32. The weights stay as they are: calibrate anew after the model
+hold, with a margin, is kept in FP32. The weights stay as they are: calibrate again after the model
 has changed much.
 """
 
@@ -20,8 +20,8 @@ from typing_extensions import Unpack
 from .. import ir
 from ..errors import MPCompileError, kind_of
 from ..ir.dtypes import HALF
-from ..observe.compared import source_of_value
-from ..observe.numbers import Numbers
+from ..observe.record import Numbers
+from ..observe.watch import source_of_value
 from ..pipeline import Planned
 from ..records import studied
 from ..rules.policy import Policy

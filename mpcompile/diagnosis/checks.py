@@ -1,16 +1,23 @@
-"""Refuses what `diagnose` and `calibrate` can't work with, before anything runs."""
+"""Refuses what `diagnose` and `calibrate` can't work with, before anything runs; and says what a
+step was given that is not finite: then no operator is at fault.
+"""
 
 from __future__ import annotations
 
+import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from torch import nn
 
 from ..errors import MPCompileError
-
-__all__ = ["check_loss_fn", "check_trained"]
+from ..optim import MPOptimizer
+from ..optim.checks import needs_closure
+from ..scaling.messages import is_bad
+from ..torch_inside.names import pytree
+from .sides import Sides
 
 
 def check_trained(model: nn.Module, who: str) -> None:
@@ -20,6 +27,12 @@ def check_trained(model: nn.Module, who: str) -> None:
             f"{who}: no parameter of {type(model).__name__} requires a gradient, so there is no "
             "training step to take"
         )
+
+
+def check_steps(steps: object) -> None:
+    """Raise if it is no number of steps."""
+    if not isinstance(steps, int) or steps < 1:
+        raise MPCompileError(f"steps={steps!r}: give a whole number from 1")
 
 
 def check_loss_fn(loss_fn: Callable[..., Any] | None, takes: str, example: str) -> None:
@@ -43,3 +56,72 @@ def check_loss_fn(loss_fn: Callable[..., Any] | None, takes: str, example: str) 
         signature.bind(*takes.split(", "))
     except TypeError as error:
         raise MPCompileError(f"{wanted}, and this one takes {signature}: {error}") from None
+
+
+def check_optimizer(optimizer: object, model: nn.Module) -> torch.optim.Optimizer | None:
+    """The optimizer that takes the steps: that inside of an `MPOptimizer`.
+
+    Raises:
+        MPCompileError: it is no optimizer, needs a closure, or holds no parameter of the model.
+    """
+    if isinstance(optimizer, MPOptimizer):
+        optimizer = optimizer.inner
+    if optimizer is None:
+        return None
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise MPCompileError(f"optimizer={optimizer!r}: give a torch.optim.Optimizer")
+    name = type(optimizer).__name__
+    if needs_closure(type(optimizer)):
+        raise MPCompileError(
+            f"{name} runs the model again inside of its step: leave `optimizer` out, or give "
+            "another"
+        )
+    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    if not any(id(p) in held for p in model.parameters()):
+        raise MPCompileError(f"{name} holds no parameter of {type(model).__name__}")
+    return optimizer
+
+
+def not_finite_in(sides: Sides) -> Iterator[str]:
+    """A sentence for each kind of thing that holds NaN or infinity before anything runs."""
+    args, kwargs = sides.call
+    names = list(inspect.signature(sides.twin.forward).bind(*args, **kwargs).arguments.items())
+    given = _bad(dict(names))
+    if given:
+        yield f"the inputs hold NaN or infinity ({', '.join(given)}): look at the data"
+    held = [name for name, x in _tensors_of(sides.twin) if is_bad(x)]
+    if held:
+        yield f"parameters or buffers hold NaN or infinity: {', '.join(held)}"
+    targets = _bad(_read_by(sides.loss))
+    if targets:
+        yield f"loss_fn reads NaN or infinity ({', '.join(targets)}): look at the targets"
+
+
+def _bad(values: dict[str, Any]) -> list[str]:
+    """The names of what isn't finite, as a program writes them: `x`, `kwargs['mask']`."""
+    return [
+        name + pytree.keystr(path)
+        for name, value in values.items()
+        for path, part in pytree.tree_flatten_with_path(value)[0]
+        if is_bad(part)
+    ]
+
+
+def _tensors_of(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from module.named_parameters()
+    yield from module.named_buffers()
+
+
+def _read_by(function: Callable[..., Any]) -> dict[str, Any]:
+    """The values that a function has besides its arguments, as far as Python tells."""
+    if isinstance(function, functools.partial):
+        bound = {f"args[{i}]": x for i, x in enumerate(function.args)}
+        return {**bound, **function.keywords, **_read_by(function.func)}
+    if not inspect.isfunction(function):
+        return {}
+    found = inspect.getclosurevars(function)
+    return {
+        name: value
+        for name, value in {**found.globals, **found.nonlocals}.items()
+        if not isinstance(value, nn.Module)
+    }

@@ -8,7 +8,6 @@ mpcompile rewrites it. Where the last one is not finite, or far from the others,
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,27 +17,24 @@ import torch
 from torch import nn
 
 from .. import ir
-from ..errors import MPCompileError, did_you_mean
-from ..observe.compared import relative_error
-from ..observe.fault import Fault, Kind, Runs
-from ..observe.find_fault import find
-from ..observe.forward_faults import INACCURATE
-from ..observe.numbers import EXPONENTS, Numbers
-from ..observe.record import Record
+from ..errors import MPCompileError
+from ..ir.dtypes import HALF
+from ..observe.fault import Case, Fault, Kind
+from ..observe.find_fault import INACCURATE, find
+from ..observe.record import EXPONENTS, Numbers, Record
+from ..observe.watch import relative_error
 from ..pipeline import Planned
 from ..plans.graph_plan import PlanNode
 from ..records import pinned_in, recorded, studied
 from ..rules.policy import Level
-from ..runtime.check_module import check_module, for_weights
+from ..runtime.check_module import check_call, check_module, deep_copy, for_weights
+from ..runtime.compile_apart import nothing_compiled
 from ..scaling import parameters
 from ..settings import OPTIONS, Settings
 from ..torch_inside.names import pytree
-from .came_in import not_finite_in
-from .checks import check_loss_fn, check_trained
-from .low_side import low_dtype_of, run_low
-from .moves import default_optimizer, updates, usable
-from .report import NodeNumbers, Report
-from .sides import Left, Loss, Run, Side, Sides, copied
+from .checks import check_loss_fn, check_optimizer, check_steps, check_trained, not_finite_in
+from .report import NodeNumbers, Report, Update
+from .sides import Left, Loss, Run, Side, Sides, low_dtype_of, run_low
 
 __all__ = ["diagnose", "diagnose_call"]
 
@@ -90,13 +86,14 @@ def diagnose_call(
 ) -> Report:
     """`diagnose`, for models whose arguments may have the names of options."""
     model = studied(model, "diagnose")
-    _check(model, args, kwargs, steps)
+    check_steps(steps)
+    check_call(model, args, kwargs, options_of=diagnose, more=OPTIONS)
     check_trained(model, "diagnose")
     check_loss_fn(loss_fn, "result", "lambda result: F.cross_entropy(result, y)")
     sides, optimizer = sides_of(
-        model, options, "diagnose", usable(optimizer, model), args, kwargs, loss_fn
+        model, options, "diagnose", check_optimizer(optimizer, model), args, kwargs, loss_fn
     )
-    optimizer = optimizer or default_optimizer(sides.twin)
+    optimizer = optimizer or _default_optimizer(sides.twin)
     record = recorded(model)
     scale = record.loss_scale.value if record and record.loss_scale.used is not None else None
     for _ in range(steps):
@@ -129,7 +126,8 @@ def sides_of(
         why = "leaves everything in FP32: there is nothing to"
         raise MPCompileError(f"level='O0' {why} {what_for}")
     held = any(parameters.owner_of(p) is not None for p in model.parameters())
-    twin, optimizer = copied(model, optimizer)
+    why = "only a copy is diagnosed, so that nothing happens to the model"
+    twin, optimizer = deep_copy((model, optimizer), {}, model, why)
     check_module(twin, settings)
     loss = loss_fn or loss_of
     return Sides(twin, args, kwargs or {}, loss, settings, held, pinned_in(model)), optimizer
@@ -145,11 +143,7 @@ def _step(sides: Sides, optimizer: torch.optim.Optimizer, live: float | None, mo
     sides.keep = exact is None
     full = sides.run(Side.FULL, exact)
     if not sides.graphs:
-        raise MPCompileError(
-            f"no part of {model} was compiled: torch.compile skipped its forward (an unsupported "
-            "construct at the top of it, or compilation is disabled); TORCH_LOGS=graph_breaks "
-            "tells why"
-        )
+        raise nothing_compiled(model)
     low, fits = run_low(sides, full, exact, live)
     faults = _faults(sides, low, full, exact)
     histogram, zeros = torch.zeros(len(EXPONENTS), dtype=torch.int64), 0
@@ -167,7 +161,7 @@ def _step(sides: Sides, optimizer: torch.optim.Optimizer, live: float | None, mo
         nodes=tuple(_numbers(sides, low, full)),
         histogram=tuple(histogram.tolist()),
         zeros=zeros,
-        updates=tuple(updates(sides.twin, low.gradients, optimizer, low_dtype_of(sides))),
+        updates=tuple(_updates(sides.twin, low.gradients, optimizer, low_dtype_of(sides))),
         optimizer=type(optimizer).__name__,
         graphs=tuple(graph.plan for graph in sides.graphs),
         notes=(*notes, *_notes(sides, low, full, faults)),
@@ -184,16 +178,15 @@ def _faults(sides: Sides, low: Run, full: Run, exact: Run | None) -> tuple[Fault
     """What went wrong in each graph, in the order in which it did."""
     found = []
     for number, (graph, record) in enumerate(low.calls):
-        runs = Runs(
-            record, full.record_of(number, graph),
+        case = Case(
+            graph.rewritten.graph, graph.plan, record, full.record_of(number, graph),
             exact.record_of(number, graph) if exact else None,
             scale=sides.scale if _is_scaled(graph) else 1.0, loss=low.loss,
         )  # fmt: skip
         place = sides.graphs.index(graph)
-        here = find(graph.rewritten.graph, graph.plan, runs)
         found += [
             dataclasses.replace(fault, graph=place, node=_here(fault.node, record))
-            for fault in here
+            for fault in find(case)
         ]
     broken = [fault for fault in found if fault.kind not in HARMLESS_ALONE]
     if math.isfinite(low.loss):
@@ -262,17 +255,6 @@ def _zeros(graph: Planned, record: Record) -> int:
     return sum(record.gradients[name].zeros for name in names if name in record.gradients)
 
 
-def _check(model: Any, args: Sequence[Any], kwargs: Mapping[str, Any], steps: Any) -> None:
-    if not isinstance(steps, int) or steps < 1:
-        raise MPCompileError(f"steps={steps!r}: give a whole number from 1")
-    try:
-        inspect.signature(model.forward).bind(*args, **kwargs)
-    except TypeError as error:
-        own = [*OPTIONS, "loss_fn", "steps", "optimizer"]
-        hint = next(filter(None, (did_you_mean(name, own) for name in kwargs)), "")
-        raise MPCompileError(f"{type(model).__name__} can't be called so: {error}{hint}") from None
-
-
 def loss_of(result: Any) -> torch.Tensor:
     """The loss where the user gave no function: the result's own, or a mean."""
     own = result.get("loss") if isinstance(result, Mapping) else getattr(result, "loss", None)
@@ -309,3 +291,49 @@ def _numbers(sides: Sides, low: Run, full: Run) -> Iterator[NodeNumbers]:
                 gradient_shares=record.gradient_shares.get(name),
                 lost=record.lost.get(name, 0.0),
             )
+
+
+def _default_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    """AdamW, also for sparse gradients."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+    def densify(*_: object) -> None:
+        for p in model.parameters():
+            p.grad = None if p.grad is None else p.grad.to_dense()
+
+    optimizer.register_step_pre_hook(densify)
+    return optimizer
+
+
+def _updates(
+    twin: nn.Module,
+    gradients: Mapping[str, torch.Tensor | None],
+    optimizer: torch.optim.Optimizer,
+    dtype: torch.dtype,
+) -> Iterator[Update]:
+    """Take a step with these gradients, if they are finite; how far it moved each parameter.
+
+    Args:
+        twin: the model; its parameters are changed.
+        gradients: by the parameter's name, FP32 and unscaled.
+        optimizer: holds the parameters.
+        dtype: the low dtype.
+    """
+    parameters = dict(twin.named_parameters())
+    given = {name: gradient for name, gradient in gradients.items() if gradient is not None}
+    if any(Numbers.of(gradient).bad for gradient in given.values()):
+        return
+    before = {name: parameters[name].detach().clone() for name in given}
+    for name, gradient in given.items():
+        parameters[name].grad = gradient
+    optimizer.step()
+    twin.zero_grad()
+    if dtype not in HALF:
+        return
+    half_unit = torch.finfo(dtype).eps / 2
+    for name, old in before.items():
+        ratio = ((parameters[name].detach() - old).abs() / old.abs()).flatten()
+        ratio = ratio[ratio.isfinite() & (ratio > 0)]
+        if len(ratio):
+            stalls = float((ratio < half_unit).double().mean())
+            yield Update(name, float(ratio.median()), stalls)

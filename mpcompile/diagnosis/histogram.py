@@ -1,8 +1,7 @@
 """The histogram of activation gradients by binary exponent, and what FP16 makes of each.
 
 As figure 3 of "Mixed Precision Training" (Micikevicius et al., ICLR 2018): percent of all elements,
-on a logarithmic axis, over floor(log2 |x|), zeros at the left. A `Chart` says what the page
-of a report draws.
+on a logarithmic axis, over floor(log2 |x|), zeros at the left. `page.html` draws a `Chart` as SVG.
 """
 
 from __future__ import annotations
@@ -10,10 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
-from ..observe.numbers import EXPONENTS
+from ..observe.record import EXPONENTS
 
 _FP16 = torch.finfo(torch.float16)
 _SMALLEST_NORMAL = int(math.log2(_FP16.smallest_normal))  # -14
@@ -22,20 +22,20 @@ _ROUNDS_TO_ZERO = int(math.log2(_FP16.smallest_normal * _FP16.eps)) - 1  # -25
 _OVERFLOWS = math.ceil(math.log2(_FP16.max))  # 16
 
 
-@dataclass(frozen=True)
-class Range:
-    """What FP16 makes of magnitudes from 2**start up to 2**stop."""
+class Range(NamedTuple):
+    """What FP16 makes of magnitudes from 2**start up to 2**stop; `style` is its class on a page."""
 
     name: str
     start: float
     stop: float
+    style: str
 
 
 RANGES = (
-    Range("become zero", -math.inf, _ROUNDS_TO_ZERO),
-    Range("subnormal", _ROUNDS_TO_ZERO, _SMALLEST_NORMAL),
-    Range("normal", _SMALLEST_NORMAL, _OVERFLOWS),
-    Range("overflow", _OVERFLOWS, math.inf),
+    Range("become zero", -math.inf, _ROUNDS_TO_ZERO, "lost"),
+    Range("subnormal", _ROUNDS_TO_ZERO, _SMALLEST_NORMAL, "subnormal"),
+    Range("normal", _SMALLEST_NORMAL, _OVERFLOWS, "normal"),
+    Range("overflow", _OVERFLOWS, math.inf, "lost"),
 )
 
 
@@ -46,12 +46,15 @@ class Bar:
     Attributes:
         left: log2 of the smallest magnitude, after multiplication by the loss scale.
         percent: of all elements, zeros included.
-        range: the name of the range in which its middle lies.
     """
 
     left: float
     percent: float
-    range: str
+
+    @property
+    def range(self) -> Range:
+        """The range in which its middle lies."""
+        return next(one for one in RANGES if one.start <= self.left + 0.5 < one.stop)
 
 
 @dataclass(frozen=True)
@@ -68,18 +71,19 @@ class Panel:
 
     def percent(self, range: str) -> float:
         """Of all elements, how many lie in the range of this name."""
-        return sum(bar.percent for bar in self.bars if bar.range == range)
+        return sum(bar.percent for bar in self.bars if bar.range.name == range)
 
 
 @dataclass(frozen=True)
 class Chart:
-    """What is drawn.
+    """What is drawn, in units of an SVG of `width` times `height`.
 
     Attributes:
         panels: the gradients as they are and, if a loss scale is in use, multiplied by it.
         zeros: percent of all elements.
         low, high: log2 of the ends of the axis.
         decades: the percentages at which the vertical axis has lines: 100, 10, ..., the bottom.
+        left, right, top, bottom: the edges of the axes.
     """
 
     panels: tuple[Panel, ...]
@@ -87,16 +91,28 @@ class Chart:
     low: int
     high: int
     decades: tuple[float, ...]
+    width: int = 720
+    height: int = 190
+    left: int = 58
+    right: int = 712
+    top: int = 10
+    bottom: int = 160
 
     @property
     def ticks(self) -> range:
         """The exponents that are written below the axis, clear of the bar of zeros."""
         return range(-5 * (-(self.low + 3) // 5), self.high + 1, 5)
 
-    def height(self, percent: float) -> float:
-        """Where a percentage is on the vertical axis: 0 at the bottom, 1 at 100 percent."""
-        bottom = math.log10(self.decades[-1])
-        return (math.log10(percent) - bottom) / (2 - bottom) if percent else 0.0
+    def x(self, place: float) -> float:
+        """Where an exponent is; the bar of zeros stands below `low`."""
+        first = self.low - 3
+        return self.left + (place - first) / (self.high - first) * (self.right - self.left)
+
+    def y(self, percent: float) -> float:
+        """Where a percentage is on the vertical axis, which ends with the last of `decades`."""
+        last = math.log10(self.decades[-1])
+        share = (math.log10(percent) - last) / (2 - last) if percent else 0.0
+        return self.top + (1 - share) * (self.bottom - self.top)
 
 
 def chart_of(counts: Sequence[int], zeros: int, scale: float | None) -> Chart:
@@ -125,13 +141,5 @@ def chart_of(counts: Sequence[int], zeros: int, scale: float | None) -> Chart:
 
 
 def _panel(title: str, counts: Sequence[int], total: int, shift: float) -> Panel:
-    bars = (
-        Bar(exponent + shift, 100 * count / total, range_of(exponent + shift + 0.5))
-        for exponent, count in zip(EXPONENTS, counts, strict=True)
-        if count
-    )
-    return Panel(title, tuple(bars))
-
-
-def range_of(place: float) -> str:
-    return next(one.name for one in RANGES if one.start <= place < one.stop)
+    pairs = zip(EXPONENTS, counts, strict=True)
+    return Panel(title, tuple(Bar(e + shift, 100 * count / total) for e, count in pairs if count))

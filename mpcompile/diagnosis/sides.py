@@ -1,13 +1,14 @@
 """Runs one training step of a model three times: exact (FP64), in FP32, and as rewritten.
 
 Dynamo traces a copy of the model once. Each of its graphs is then run node by node, on the side
-that is asked for; the program between graphs, and the loss, run as they are, in FP32.
+that is asked for; the program between graphs, and the loss, run as they are, in FP32. The rewritten
+graphs run at the loss scale that a training would have there.
 """
 
 from __future__ import annotations
 
-import copy
 import enum
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -20,11 +21,10 @@ from ..backend import planned_or_why
 from ..capture.provenance import names_in
 from ..capture.surroundings import around_now
 from ..errors import MPCompileError
-from ..lower.tracing_settings import VALUE_SIZES
-from ..observe.compared import Comparing
-from ..observe.moved import moved
-from ..observe.record import Record
-from ..observe.watch import Exact, Keeping, Watch
+from ..ir.scale import INIT_SCALE, ScaleRule
+from ..lower.tracing_settings import settings_for
+from ..observe.record import Numbers, Record, moved
+from ..observe.watch import Comparing, Exact, Keeping, Watch, gradient_units, source_of_value
 from ..plan_graph import Facts, Planned
 from ..planner.target import device_of, target_of
 from ..plans.graph_plan import GraphPlan, plan_of_left
@@ -37,6 +37,7 @@ from ..scaling.skipped_steps import Repairs
 from ..settings import Settings
 from ..torch_inside.modules import buffers_of
 from ..torch_inside.names import pytree
+from ..training import scale_for
 
 Loss = Callable[[Any], torch.Tensor]
 Step = Callable[[Callable[..., Any]], torch.Tensor]
@@ -130,12 +131,9 @@ class Sides:
         self.repairs = repairs
         self.graphs: list[Planned | Left] = []
         self.scale, self.seed, self.keep = 1.0, 0, False
-        traced = dict(VALUE_SIZES)
-        if any(isinstance(m, nn.RNNBase) for m in twin.modules()):
-            traced["allow_rnn"] = True
         # Dynamo keeps each backend for as long as the process runs.
         compiled = compiled_apart(twin, weakly(self._backend), "diagnose")
-        self.forward = running(compiled, twin, looking=None, **traced)
+        self.forward = running(compiled, twin, looking=None, **settings_for(twin))
         self._side, self._run, self._exact = Side.EXACT, Run(), Run()
 
     def advance(self, run: Run) -> None:
@@ -202,18 +200,14 @@ class Sides:
     def _facts(
         self, device: torch.device, gm: fx.GraphModule, example_inputs: Sequence[Any]
     ) -> Facts:
-        tensors = [(i, x) for i, x in enumerate(example_inputs) if isinstance(x, torch.Tensor)]
         masters = [
-            i for i, x in tensors
+            i for i, x in enumerate(example_inputs)
             if self.copied and isinstance(x, nn.Parameter) and x.dtype is torch.float32
         ]  # fmt: skip
         target = target_of(device, self.settings.dtype)
-        given = self.settings.loss_scale
-        active = target.low is torch.float16 or self.settings.scale_any_dtype
-        trained = torch.is_grad_enabled() and any(x.requires_grad for _, x in tensors)
         return Facts(
             target, around_now(gm, example_inputs, device.type, self.settings.names()),
-            scaled=trained and active and (given is None or given.active),
+            scaled=scale_for(example_inputs, target.low, self.settings) is not None,
             copied=dict.fromkeys(masters), pinned=self.repairs.pins,
         )  # fmt: skip
 
@@ -263,16 +257,94 @@ def _check_loss(loss: Any) -> None:
         )
 
 
-def copied(model: nn.Module, optimizer: Any) -> tuple[nn.Module, Any]:
-    """A copy of a model, and one of an optimizer that holds the copy's parameters.
+# By how much the scale is lowered until no gradient overflows. A training halves it.
+BACKOFF = 16
 
-    Raises:
-        MPCompileError: something in them can't be copied.
+
+def low_dtype_of(sides: Sides) -> torch.dtype:
+    """The low dtype of the graphs; FP32 if all were left."""
+    names = [graph.plan.dtype for graph in sides.graphs if graph.plan.left is None]
+    low: torch.dtype = getattr(torch, names[0]) if names else torch.float32
+    return low
+
+
+def run_low(
+    sides: Sides, full: Run, exact: Run | None, live: float | None
+) -> tuple[Run, float | None]:
+    """Run the low side, and find the largest power of two by which its gradients can be multiplied.
+
+    Args:
+        sides: their `scale` is set to that of the run.
+        full, exact: the runs in FP32 and FP64; None if there is none in FP64.
+        live: the loss scale at which the model trains, or None: it hasn't begun.
+
+    Returns:
+        The run, and that power of two; None for BF16, and where there are no gradients.
     """
-    try:
-        return copy.deepcopy((model, optimizer))
-    except Exception as error:
-        raise MPCompileError(
-            f"{type(model).__name__} can't be copied ({type(error).__name__}: {error}); only a "
-            "copy is diagnosed, so that nothing happens to the model"
-        ) from error
+    reference = exact or full
+    if low_dtype_of(sides) is not torch.float16:
+        sides.scale = _scale(sides.settings, live, None)
+        return sides.run(Side.LOW, reference), None
+    fits = _fitting(_largest(reference, low=False))
+    sides.scale = _scale(sides.settings, live, fits)
+    low = sides.run(Side.LOW, reference)
+    # Terms of a gradient may be larger than their sum: go down as a training does.
+    rule = _rule(sides.settings)
+    curable = rule.dynamic and math.isfinite(low.loss) and not _overflowed(full)
+    while curable and _overflowed(low) and sides.scale > rule.min_scale:
+        sides.scale = max(rule.min_scale, sides.scale / BACKOFF)
+        low = sides.run(Side.LOW, reference)
+    if _overflowed(low):
+        return low, fits
+    # The exact gradient of a value counts its readers in FP32, too: the scale may be too low.
+    fits = _fitting(_largest(low, low=True) / sides.scale)
+    before, sides.scale = sides.scale, _scale(sides.settings, live, fits)
+    if sides.scale == before:
+        return low, fits
+    better = sides.run(Side.LOW, reference)
+    if _overflowed(better):  # what was too small to be seen before
+        sides.scale = before
+        return low, before
+    return better, fits
+
+
+def _largest(run: Run, *, low: bool) -> float:
+    """The largest gradient of a value that the rewritten graph stores in FP16 and scales: as the
+    low side has it, or as another side has that of the program's value.
+    """
+    sizes = [0.0]
+    for graph, record in run.calls:
+        units = gradient_units(graph.rewritten.graph)
+        for n, scaled in units.items():
+            value = ir.tensor(n)
+            if value is not None and value.dtype is torch.float16:
+                name = n.name if low else source_of_value(n).name
+                if scaled or not low:
+                    sizes.append(record.gradients.get(name, Numbers()).amax)
+    return max(sizes)
+
+
+def _overflowed(run: Run) -> bool:
+    return any(n.bad for _, record in run.calls for n in record.gradients.values())
+
+
+def _fitting(largest: float) -> float | None:
+    """The largest power of two that keeps a gradient below the end of FP16."""
+    if not largest:
+        return None
+    return float(2.0 ** (math.ceil(math.log2(torch.finfo(torch.float16).max / largest)) - 1))
+
+
+def _rule(settings: Settings) -> ScaleRule:
+    return settings.loss_scale.rule if settings.loss_scale is not None else ScaleRule()
+
+
+def _scale(settings: Settings, live: float | None, fits: float | None) -> float:
+    """What a training at this point would scale by."""
+    given, rule = settings.loss_scale, _rule(settings)
+    if given is not None and not given.active:
+        return 1.0
+    if given is not None and not rule.dynamic:
+        return given.value
+    start = live or (INIT_SCALE if given is None or given.fitting else given.value)
+    return max(rule.min_scale, min(start, start if fits is None else fits))

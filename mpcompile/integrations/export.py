@@ -9,7 +9,6 @@ time it checks what the passes made: a program that doesn't fit its inputs is an
 
 from __future__ import annotations
 
-import copy
 import os
 import warnings
 from collections.abc import Sequence
@@ -29,7 +28,7 @@ from ..plan_graph import Facts, Planned
 from ..planner.target import place_of, target_of
 from ..records import settings_like, studied
 from ..rules.policy import Level, Policy
-from ..runtime.check_module import check_call, check_module
+from ..runtime.check_module import check_call, check_module, deep_copy
 from ..settings import Settings
 from ..torch_inside.names import FakeTensor, TracingContext, tracing
 
@@ -93,13 +92,7 @@ def _plain(model: nn.Module) -> nn.Module:
     """The module in evaluation, as it would be without mpcompile; it shares the weights' memory."""
     memo: dict[int, Any] = {id(b): b for b in model.buffers()}
     memo |= {id(p): nn.Parameter(p.detach(), p.requires_grad) for p in model.parameters()}
-    try:
-        return copy.deepcopy(model, memo).eval()
-    except Exception as error:
-        raise MPCompileError(
-            f"finalize: {type(model).__name__} can't be copied ({type(error).__name__}: {error}), "
-            "and what is exported is a copy in evaluation"
-        ) from error
+    return deep_copy(model, memo, model, "what is exported is a copy in evaluation").eval()
 
 
 def _rewrite(module: fx.GraphModule, settings: Settings) -> None:

@@ -75,7 +75,7 @@ from .step_graph import (
     slots,
     writes,
 )
-from .text import frames, line, module_path, render, source, type_text, with_reason
+from .text import frames, line, module_path, render, source, type_text
 from .values import (
     aten,
     attribute,
@@ -221,7 +221,6 @@ __all__ = [
     "type_text",
     "value",
     "was_f32",
-    "with_reason",
     "writes",
     "written",
 ]

@@ -83,21 +83,16 @@ def line(node: fx.Node) -> str:
 
 
 def render(graph: fx.Graph, *, reasons: bool = False) -> str:
-    """The graph as text, one line for each node; with `reasons`, the reason of each decision."""
+    """The graph as text, one line for each node; with `reasons`, what was decided for it:
+    `... # FULL: why [rule] (module, file)`.
+    """
     lines = []
     for node in graph.nodes:
         text = line(node)
         if reasons and is_marked(node):
-            decision = mark(node)
-            text = with_reason(
-                text, decision.precision.value, decision.reason, decision.rule, module_path(node),
-                source(node),
-            )  # fmt: skip
+            decided = mark(node)
+            where = ", ".join(filter(None, (module_path(node), source(node))))
+            text = f"{text:<72}  # {decided.precision.value}: {decided.reason} [{decided.rule}]"
+            text += f" ({where})" if where else ""
         lines.append(text)
     return "\n".join(lines) + "\n"
-
-
-def with_reason(text: str, precision: str, reason: str, rule: str, module: str, source: str) -> str:
-    """The line of a node, with what was decided for it: `... # FULL: why [rule] (module, file)`."""
-    where = ", ".join(filter(None, (module, source)))
-    return f"{text:<72}  # {precision}: {reason} [{rule}]" + (f" ({where})" if where else "")

@@ -36,7 +36,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch import fx
+from torch import fx, nn
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from ..errors import MPCompileError
@@ -46,6 +46,12 @@ from ..torch_inside.names import CallbackArgs, RestartAnalysis, dynamo_config, p
 from ..torch_inside.private_names import MissingInTorch
 
 VALUE_SIZES = {"capture_dynamic_output_shape_ops": True}
+
+
+def settings_for(module: nn.Module) -> dict[str, bool]:
+    """What a module's call is traced with (`traced_with`)."""
+    rnns = any(isinstance(inner, nn.RNNBase) for inner in module.modules())
+    return {**VALUE_SIZES, **({"allow_rnn": True} if rnns else {})}
 
 
 class _Thread(threading.local):

@@ -13,10 +13,9 @@ from torch import fx
 
 from ..ir.dtypes import HALF
 from ..ir.scale import INIT_SCALE
-from .case import NEAR, Case, dtype_of, low_name, readers, text
-from .compared import source_of_value
-from .fault import Fault, Kind
+from .fault import NEAR, Case, Fault, Kind, dtype_of, low_name, text
 from .record import BackwardStep
+from .watch import source_of_value
 
 # A gradient of which this share of the elements is lost, and that is off by as much, is a fault.
 LOST = 0.5
@@ -24,11 +23,11 @@ LOST = 0.5
 
 def overflow(case: Case) -> Fault | None:
     """The first step of the backward that made of finite gradients some that are not."""
-    full = case.runs.full.steps if case.runs.full is not None else ()
+    full = case.full.steps if case.full is not None else ()
     own = {step.node for step in full if _overflows(step)}
     if not case.gradients_arrive_bad():
         return None
-    for step in case.runs.low.steps:
+    for step in case.low.steps:
         if not _overflows(step):
             continue
         n = case.nodes[step.node]
@@ -51,13 +50,13 @@ def _overflowed(case: Case, n: fx.Node, step: BackwardStep) -> Fault:
     value = source_of_value(n)
     if value is n:
         return _overflowed_inside(case, n, step)
-    amax, name = case.runs.gradient_amax(value.name), low_name(value)
-    end = torch.finfo(getattr(torch, name)).max / case.runs.scale
+    amax, name = case.gradient_amax(value.name), low_name(value)
+    end = torch.finfo(getattr(torch, name)).max / case.scale
     made = _origin(case, value, n, lambda size: size > end)
     size = f"up to {text(amax)} without the loss scale, " if amax < float("inf") else ""
     reason = f"the gradient that it passes to {value.name}, {size}doesn't fit {name}"
-    if case.runs.scale != 1:
-        reason += f" at a loss scale of {case.runs.scale:g}"
+    if case.scale != 1:
+        reason += f" at a loss scale of {case.scale:g}"
     pins = [*_around(case, value, n), *_too_steep(case)]
     return case.fault(Kind.BACKWARD, made, reason, amax, pins, _inner_step(case, made))
 
@@ -65,7 +64,7 @@ def _overflowed(case: Case, n: fx.Node, step: BackwardStep) -> Fault:
 def _overflowed_inside(case: Case, n: fx.Node, step: BackwardStep) -> Fault:
     """Of an operator that computes in a low dtype, and whose backward leaves its range."""
     read = {source_of_value(x).name for x in n.all_input_nodes}
-    sizes = {name: case.runs.gradient_amax(name) for name in read}
+    sizes = {name: case.gradient_amax(name) for name in read}
     amax = max((size for size in sizes.values() if size < float("inf")), default=float("inf"))
     reason = f"its backward ({step.name}) makes gradients that are not finite"
     large = [name for name, size in sizes.items() if size == amax]
@@ -81,7 +80,7 @@ def _origin(
     made, read = value, through
     while reader := case.who_passed(read):
         made = read = reader
-        arrives = case.runs.gradient_amax(reader.name)
+        arrives = case.gradient_amax(reader.name)
         if arrives == float("inf") or not is_so(arrives):
             break
     return made
@@ -91,10 +90,8 @@ def _around(case: Case, value: fx.Node, stored: fx.Node) -> list[str]:
     """What must be in FP32 so that the gradient of a value never is in a low dtype: the operator
     that makes the value, if it makes it in one, and those that read it in one.
     """
-    behind = [
-        x for x in readers(stored) if case.is_program(x) and case.lines[x.name].precision == "LOW"
-    ]
-    return [x.name for x in ([value] if dtype_of(value) in HALF else []) + behind]
+    read_by = [x for x in case.readers(stored) if case.lines[x.name].precision == "LOW"]
+    return [x.name for x in ([value] if dtype_of(value) in HALF else []) + read_by]
 
 
 def _inner_step(case: Case, n: fx.Node) -> BackwardStep | None:
@@ -112,7 +109,7 @@ def _steep(case: Case, limit: float | None = None) -> list[fx.Node]:
     for n in case.graph.nodes:
         if dtype_of(n) in HALF:
             end = NEAR * torch.finfo(dtype_of(n)).max if limit is None else limit
-            if end < case.runs.gradient_amax(source_of_value(n).name) < float("inf"):
+            if end < case.gradient_amax(source_of_value(n).name) < float("inf"):
                 found.append(n)
     return found
 
@@ -132,7 +129,7 @@ def underflow(case: Case) -> Iterator[Fault]:
 
 
 def _is_lost(case: Case, n: fx.Node) -> bool:
-    low, full = case.runs.low, case.runs.full
+    low, full = case.low, case.full
     own = full.gradient_errors.get(source_of_value(n).name, 0.0) if full is not None else 0.0
     error = low.gradient_errors.get(n.name, 0.0)
     # Where large terms cancel, roundings alone make an error, larger than FP32's by the ratio of
@@ -150,14 +147,14 @@ def _matters(case: Case, n: fx.Node) -> bool:
                 above.add(operand)
                 queue.append(operand)
     leaving = [x for x in above if source_of_value(x).op == "placeholder"]
-    errors = case.runs.low.gradient_errors
+    errors = case.low.gradient_errors
     known = [errors[x.name] for x in leaving if x.name in errors]
     return not known or max(known) >= LOST
 
 
 def _lost(case: Case, n: fx.Node) -> Fault:
-    value, scale, low = source_of_value(n), case.runs.scale, low_name(n)
-    amax, lost = case.runs.gradient_amax(value.name), case.runs.low.lost[n.name]
+    value, scale, low = source_of_value(n), case.scale, low_name(n)
+    amax, lost = case.gradient_amax(value.name), case.low.lost[n.name]
     info = torch.finfo(getattr(torch, low))
     at = f" at a loss scale of {scale:g}" if scale != 1 else ""
     gone = f"{lost:.0%} of the gradient"
@@ -165,9 +162,9 @@ def _lost(case: Case, n: fx.Node) -> Fault:
     if steep and amax * INIT_SCALE > info.smallest_normal:
         # Without the steep gradients, the scale would be high enough for this one.
         limit = info.max * amax / info.smallest_normal
-        first = max(steep, key=lambda x: case.runs.gradient_amax(source_of_value(x).name))
+        first = max(steep, key=lambda x: case.gradient_amax(source_of_value(x).name))
         source = source_of_value(first)
-        size = case.runs.gradient_amax(source.name)
+        size = case.gradient_amax(source.name)
         made = _origin(case, source, first, lambda g: g > limit)
         reason = (
             f"the gradient that it passes to {source.name}, up to {text(size)}, fits {low} only"

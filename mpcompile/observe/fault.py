@@ -1,15 +1,23 @@
-"""A fault: what went wrong, at which node, and which nodes to keep in FP32; and the records of one
-graph's runs, from which faults are read.
+"""A fault: what went wrong, at which node, and which nodes to keep in FP32; and what one is read
+from: the records of one graph's runs.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import enum
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from math import isinf
 
-from ..plans.graph_plan import PlanNode
-from .numbers import Numbers
-from .record import Record
+import torch
+from torch import fx
+
+from .. import ir
+from ..ir.dtypes import HALF
+from ..plans.graph_plan import GraphPlan, PlanNode
+from .record import BackwardStep, Numbers, Record
+from .watch import source_of_value
 
 _UNKNOWN = Numbers(amax=float("inf"))
 
@@ -57,23 +65,40 @@ class Fault:
         return "\n    ".join(lines)
 
 
-@dataclass(frozen=True)
-class Runs:
-    """The records of one graph.
+# Values above this share of the dtype's range are taken for values that may leave it.
+NEAR = 0.5
+
+
+@dataclass
+class Case:
+    """The runs of one graph, as the rules ask about them that look for faults.
 
     Attributes:
-        low: of the rewritten graph.
+        graph: the rewritten graph, before checkpoints are folded back.
+        plan: its plan.
+        low: what was recorded of it.
         full: of the captured graph in FP32, or None; its backward may be missing.
         exact: of the captured graph in FP64, or None.
         scale: the loss scale that the rewritten graph ran with.
         loss: the loss of that run; None if it isn't known.
+        nodes, lines: the nodes of the graph, and their lines in the plan, by name.
+        steps: the steps of the backward of each node.
     """
 
+    graph: fx.Graph
+    plan: GraphPlan
     low: Record
     full: Record | None = None
     exact: Record | None = None
     scale: float = 1.0
     loss: float | None = None
+
+    def __post_init__(self) -> None:
+        self.nodes = {n.name: n for n in self.graph.nodes}
+        self.lines: Mapping[str, PlanNode] = {line.name: line for line in self.plan.nodes}
+        self.steps: dict[str, list[BackwardStep]] = {}
+        for step in self.low.steps:
+            self.steps.setdefault(step.node, []).append(step)
 
     def amax(self, name: str) -> float:
         """The largest magnitude of a value in FP64, else in FP32; infinity if neither is known."""
@@ -91,8 +116,96 @@ class Runs:
         found = [getattr(r, what) for r in (self.exact, self.full) if r is not None]
         return next((of[name] for of in found if name in of), _UNKNOWN)
 
-    def bad_in_full(self, name: str) -> int | None:
-        """How many elements of a value are not finite in FP32; None if that isn't known."""
-        if self.full is None or name not in self.full.values:
-            return None
-        return self.full.values[name].bad
+    def value(self, n: fx.Node) -> Numbers:
+        """The numbers of a value in the rewritten graph."""
+        while ir.is_getitem(n):
+            n = n.all_input_nodes[0]
+        return self.low.values.get(n.name, Numbers())
+
+    def gradients_arrive_bad(self) -> bool:
+        """Whether a gradient that is not finite leaves the graph, to a parameter or another input.
+        One that meets a zero on its way does no harm, as that of a relu.
+        """
+        return any(
+            step.passed_on.bad
+            for name, steps in self.steps.items()
+            if any(source_of_value(x).op == "placeholder" for x in self._reads(name))
+            for step in steps
+        )
+
+    def _reads(self, name: str) -> list[fx.Node]:
+        return [x for x in self.nodes[name].all_input_nodes if x.op != "get_attr"]
+
+    def excess(self, n: fx.Node) -> int | None:
+        """How many more elements of a value are not finite than in FP32; None if FP32's are not
+        known.
+        """
+        while ir.is_getitem(n):
+            n = n.all_input_nodes[0]
+        wanted = self.full.values.get(source_of_value(n).name) if self.full is not None else None
+        return None if wanted is None else self.value(n).bad - wanted.bad
+
+    def is_program(self, n: fx.Node) -> bool:
+        """Whether the node is an operator of the program: none that a pass added, no input."""
+        return n.name in self.lines and not self.lines[n.name].is_added
+
+    def readers(self, n: fx.Node) -> list[fx.Node]:
+        """The operators of the program that read this value, through casts and scaling of ours."""
+        found = []
+        for user in n.users:
+            if ir.role(user) in ir.ADDED:
+                found += self.readers(user)
+            elif self.is_program(user):
+                found.append(user)
+        return found
+
+    def who_passed(self, value: fx.Node) -> fx.Node | None:
+        """The operator whose backward made the largest gradient of a value, or of a cast of one."""
+        sizes = {
+            reader: max((s.passed_on.amax for s in self.steps.get(reader.name, ())), default=0.0)
+            for reader in self.readers(value)
+        }
+        return max(sizes, key=lambda reader: sizes[reader], default=None)
+
+    def fault(
+        self,
+        kind: Kind,
+        n: fx.Node,
+        reason: str,
+        amax: float = float("inf"),
+        pins: Iterable[str] = (),
+        step: BackwardStep | None = None,
+    ) -> Fault:
+        """A fault at a node; inside of a user's backward, if the step says at which line. Of the
+        pins, those count that are operators of the program.
+        """
+        frames = step.frames if step is not None and step.frames else None
+        line = self.lines.get(n.name)
+        line = line or PlanNode(
+            n.name, ir.op_name(n), ir.module_path(n), ir.source(n), "", "", "", "", "",
+            frames=ir.frames(n),
+        )  # fmt: skip
+        if frames:
+            source = frames[-1].partition(" in ")[0]
+            line = dataclasses.replace(line, source=source, frames=frames)
+        own = [name for name in pins if name in self.nodes and self.is_program(self.nodes[name])]
+        return Fault(kind, line, reason, amax, tuple(dict.fromkeys(own)))
+
+
+def dtype_of(n: fx.Node) -> torch.dtype:
+    """The dtype of the node's first floating-point result; FP32 if it has none."""
+    found = [t.dtype for t in ir.tensors_of(n.meta.get("val")) if t.is_floating_point()]
+    return found[0] if found else torch.float32
+
+
+def low_name(n: fx.Node) -> str:
+    """The low dtype in which a value is stored or read: `"float16"`."""
+    low = dtype_of(n)
+    if low not in HALF:  # stored in FP32, but rounded on its way to a reader
+        low = next((dtype_of(user) for user in n.users if dtype_of(user) in HALF), low)
+    return str(low).removeprefix("torch.")
+
+
+def text(number: float) -> str:
+    """A magnitude, for people."""
+    return "an unknown size" if isinf(number) else f"{number:.3g}"

@@ -29,8 +29,7 @@ from ..ir import aten
 from ..ir.fakes import like
 from ..ir.scale import STATE_DTYPES, ScaleState, settled
 from ..ir.step import FACTOR, NORM, SKIPPED, Ranks, Slot, StepConfig
-from ..plans.dump import Dump
-from ..plans.trace import trace_step
+from ..plans.compile_log import Dump, trace_step
 from ..torch_inside.names import FakeTensorMode, norm_of_each
 from .compiled import Emit, Program
 

@@ -16,8 +16,7 @@ from ..passes.step.lift_numbers import lift_numbers
 from ..passes.step.predicate_writes import predicate_writes
 from ..passes.step.widen_gradients import widen_gradients
 from ..passes.step.write_copies import write_copies
-from ..plans.dump import Dump
-from ..plans.trace import trace_step
+from ..plans.compile_log import Dump, trace_step
 
 StepPass = Callable[[fx.GraphModule, StepConfig], bool]
 

@@ -1,7 +1,14 @@
-"""Shows what the compiler did: the plan of each graph and of a whole model, and dumps on disk.
+"""Shows what the compiler did: the plan of each graph and of a whole model, and what it writes.
 
-A plan is plain data without a reference to a graph: it can be printed, compared, stored as JSON,
-and made into a page for a browser. `graph_plan.plan_of` reads one off a rewritten graph.
+A plan is plain data without a reference to a graph:
+
+    rewritten graph --plan_of--> GraphPlan -+-> Plan          fields in `plan_data.py`
+    either --parts: text and Grids--> print, rich.print       `plan_text.py`, `why.py`, `diff.py`
+           --Page, page.html--> one HTML file                 `page/`
+           --to_dict--> JSON --from_dict--> the same plan     `stored.py`
+    a compile writes its dump, torch's trace and the log      `compile_log.py`
+
+The report of a `diagnose` is shown by the same parts, page and JSON.
 """
 
 from .graph_plan import GraphPlan, PlanNode

@@ -2,7 +2,7 @@
 
 Nodes are matched graph by graph: by name, where operator and module agree; what is left by its
 place among nodes of the same operator and module, since a pass that adds or removes a node shifts
-the names behind it; the rest by name and operator alone (a module was renamed). Casts and pads are
+the names after it; the rest by name and operator alone (a module was renamed). Casts and pads are
 matched by what they read: their names hold dtypes.
 
 Compared are precision, rule and planned type. Times, reasons and source lines are not.
@@ -18,14 +18,11 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rich.console import Group
-
 from ..errors import MPCompileError
 from . import plan_text
-from .graph_data import GraphData, PlanNode
-from .grid import Grid, Part, as_rich, as_text
-from .node_text import short, style
-from .plan_data import PlanData
+from .grid import Grid, Part, Shown
+from .plan_data import GraphData, PlanData, PlanNode
+from .plan_text import short, style
 
 
 @dataclass(frozen=True)
@@ -43,7 +40,7 @@ class NodeDiff:
 
 
 @dataclass(frozen=True)
-class PlanDiff:
+class PlanDiff(Shown):
     """What differs between two plans; false if nothing does.
 
     Attributes:
@@ -72,12 +69,6 @@ class PlanDiff:
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON."""
         return dataclasses.asdict(self)
-
-    def __str__(self) -> str:
-        return as_text(self._parts())
-
-    def __rich__(self) -> Group:
-        return as_rich(self._parts())
 
     def _parts(self) -> Iterator[Part]:
         if not self:

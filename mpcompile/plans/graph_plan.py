@@ -2,34 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-from rich.console import Group
 from torch import fx
 
 from .. import ir
 from ..ir import hidden_products
 from ..rules.policy import Config, Precision
-from . import graph_text
-from .graph_data import BackwardNode, GraphData, Line, PlanNode
-from .grid import as_rich, as_text
+from .grid import Part, Shown, as_text
+from .partitioned import BackwardNode
+from .plan_data import GraphData, Line, PlanNode
+from .plan_text import full_graph_parts, graph_parts
 from .stored import restored
 from .tensor_cores import tensor_core_report
 from .why import Answer, answer
 
-__all__ = [
-    "BackwardNode",
-    "GraphPlan",
-    "Line",
-    "PlanNode",
-    "lines_of",
-    "plan_of",
-    "plan_of_left",
-]
+__all__ = ["BackwardNode", "GraphPlan", "Line", "PlanNode", "lines_of", "plan_of", "plan_of_left"]
 
 
-class GraphPlan(GraphData):
+class GraphPlan(Shown, GraphData):
     """What the passes decided for one captured graph, or why it was left in FP32: `GraphData` that
     prints itself and answers questions.
     """
@@ -51,16 +44,10 @@ class GraphPlan(GraphData):
         """The graph node by node, with casts and what scales gradients: text to print.
         `print(plan)` says what matters of it.
         """
-        if self.left is not None:
-            return Answer(self)
-        units = graph_text.has_units(self.device)
-        return Answer(as_text(graph_text.full_parts(self, units=units)))
+        return Answer(self if self.left is not None else as_text(full_graph_parts(self)))
 
-    def __str__(self) -> str:
-        return as_text(graph_text.parts(self))
-
-    def __rich__(self) -> Group:
-        return as_rich(graph_text.parts(self))
+    def _parts(self) -> Iterator[Part]:
+        return graph_parts(self)
 
 
 O0_ASKED = 'level="O0" was asked for'

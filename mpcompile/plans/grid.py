@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from rich.cells import cell_len, set_cell_size
-from rich.console import Group, RenderableType
+from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
@@ -64,10 +64,18 @@ def as_text(parts: Iterable[Part]) -> str:
     return "\n".join(map(str, parts))
 
 
-def as_rich(parts: Iterable[Part]) -> Group:
-    """The same for `rich.print`: coloured, and folded to the width of the terminal."""
-    shown: list[RenderableType] = [Text(p) if isinstance(p, str) else p for p in parts]
-    return Group(*shown)
+class Shown:
+    """What shows itself part by part: to `print` and, in colours, to `rich.print`."""
+
+    def _parts(self) -> Iterable[Part]:
+        raise NotImplementedError
+
+    def __str__(self) -> str:
+        return as_text(self._parts())
+
+    def __rich__(self) -> Group:
+        """For `rich.print`: coloured, and folded to the width of the terminal."""
+        return Group(*(Text(part) if isinstance(part, str) else part for part in self._parts()))
 
 
 def scaled(count: int, unit: str, digits: int = 2) -> str:

@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-
-from rich.console import Group
 
 from ..errors import MPCompileError
 from . import plan_text, stored
 from .diff import PlanDiff, difference
-from .grid import as_rich, as_text
-from .page import app, of_plan
+from .graph_plan import GraphPlan
+from .grid import Part, Shown, as_text
+from .page.render import render
 from .plan_data import ENOUGH, ModuleLine, OutsideLine, PlanData
 from .why import Answer, answer
 
 __all__ = ["ENOUGH", "ModuleLine", "OutsideLine", "Plan"]
 
 
-class Plan(PlanData):
+class Plan(Shown, PlanData):
     """What mpcompile does with a model: `PlanData` that prints itself and answers questions."""
+
+    graphs: tuple[GraphPlan, ...]
 
     def why(self, name: str) -> Answer:
         """Why a node is what it is, or what was decided for a module: text to print.
@@ -39,7 +42,7 @@ class Plan(PlanData):
         """The plan node by node, with casts, what scales gradients, and the backward: text to
         print. `print(plan)` says what matters of it.
         """
-        return Answer(as_text(plan_text.full_parts(self)))
+        return Answer(as_text(plan_text.full_plan_parts(self)))
 
     def diff(self, other: Plan) -> PlanDiff:
         """What differs from another plan: of another level, policy, device or version.
@@ -52,27 +55,18 @@ class Plan(PlanData):
         return difference(self, other)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON; `from_dict` reads it back."""
+        """Plain data for JSON, totals included; `from_dict` reads it back."""
         return {
-            "model": self.model,
-            "level": self.level,
-            "dtype": self.dtype,
-            "device": self.device,
-            "versions": dict(self.versions),
-            "gpu": None if self.gpu is None else dataclasses.asdict(self.gpu),
-            "modules": [dataclasses.asdict(module) for module in self.modules],
+            **dataclasses.asdict(dataclasses.replace(self, graphs=())),
             "graphs": [graph.to_dict() for graph in self.graphs],
             "casts": self.casts,
             "tensor_core_share": self.tensor_cores.share,
             "saved_bytes": self.saved_bytes,
             "saved_bytes_by_dtype": plan_text.bytes_by_dtype(self),
             "saved_bytes_copies_of_inputs": sum(one.bytes for one in self.saved if one.copied),
-            "left_in_fp32": list(self.left),
-            "graph_breaks": list(self.breaks),
-            "repairs": list(self.repairs),
-            "outside": [dataclasses.asdict(line) for line in self.outside],
-            "share_in_graphs": self.share_in_graphs,
-            "unknown": list(self.unknown),
+            "left_in_fp32": self.left,
+            "graph_breaks": self.breaks,
+            "unknown": self.unknown,
         }
 
     @classmethod
@@ -97,7 +91,7 @@ class Plan(PlanData):
         Raises:
             MPCompileError: the file can't be written.
         """
-        stored.write(self.to_dict(), path)
+        stored.write(json.dumps(self.to_dict(), indent=1) + "\n", path)
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
@@ -118,10 +112,7 @@ class Plan(PlanData):
         Raises:
             MPCompileError: the file can't be written.
         """
-        app.write(of_plan.render(self), path, "plan")
+        stored.write(render(self), path)
 
-    def __str__(self) -> str:
-        return as_text(plan_text.parts(self))
-
-    def __rich__(self) -> Group:
-        return as_rich(plan_text.parts(self))
+    def _parts(self) -> Iterator[Part]:
+        return plan_text.plan_parts(self)

@@ -1,15 +1,225 @@
-"""The data of a whole model's plan: its graphs, and what holds for all of them. It can't show
-itself.
+"""The data of a plan: of one graph, every node, its precision and the reason; of a whole model, its
+graphs and what holds for all of them. `graph_plan.py` and `plan.py` show it.
 """
 
 from __future__ import annotations
 
+import dataclasses
+from collections import Counter
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
+from .. import ir
 from ..devices.gpus import GPU
-from .graph_plan import GraphPlan, PlanNode
-from .saved_bytes import Saved
+from ..rules.table import TABLE
+from ..verify.verdicts import Verify
+from .partitioned import BackwardNode, Saved
 from .tensor_cores import TensorCoreReport
+
+_ADDED = {role.value for role in ir.ADDED}
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line of a graph: the node's `name`, its `text` as in a dump, and the nodes it `reads`."""
+
+    name: str
+    text: str
+    reads: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class PlanNode:
+    """One line of the plan.
+
+    Attributes:
+        name: as in the dump; `Policy(nodes=...)` takes it.
+        op: operator, `"aten::linear"`.
+        module: dotted path of the module it comes from, or "".
+        source: `"model.py:12"`, or "".
+        captured, planned: result types in the FP32 program and as planned, `"f32[8, 4]"`.
+        precision: "LOW", "FULL" or "KEEP".
+        low: what "LOW" is of it, "bfloat16", where this isn't the graph's dtype (a policy or an
+            autocast region names it); else "".
+        rule, reason: who decided, and why.
+        costs: the costs that the planner weighed ("low", "full" -> term -> bytes of memory traffic;
+            see planner/objective.py), or None where it had nothing to decide.
+        products: number of matrix products inside an opaque call; they stay FP32.
+        frames: the user's lines that led here, outermost first: `"train.py:30 in forward"`.
+        reads: the names of its operands in the rewritten graph, inputs and casts included.
+    """
+
+    name: str
+    op: str
+    module: str
+    source: str
+    captured: str
+    planned: str
+    precision: str
+    rule: str
+    reason: str
+    costs: dict[str, dict[str, int]] | None = None
+    products: int = 0
+    frames: tuple[str, ...] = ()
+    reads: tuple[str, ...] = ()
+    low: str = ""
+
+    @property
+    def is_added(self) -> bool:
+        """Whether a pass put the node there: a cast, a pad, or what scales a gradient."""
+        return self.rule in _ADDED
+
+    @property
+    def change(self) -> str:
+        """What it would take to change its precision, in one sentence."""
+        return _how_to_change(self)
+
+
+# What it would take to change a node's precision: that follows from who decided (`ir.By`,
+# `ir.Role`). A policy overrules the table, the planner, the guards and autocast regions; it can't
+# change what `classify` keeps as captured, nor what passes add.
+# By the word of `Mark.rule`, or "named": the program names the dtype.
+# {pin}: the policy that changes this node; {ops}: the one for all nodes of its operator; {why}: the
+# reason of the decision.
+_SENTENCES = {
+    "table": "{pin} changes this node, {ops} all of its operator",
+    "named": "its dtype stands in your program: change it there ({why})",
+    "plan": "the planner chose by cost: {pin} decides instead, {ops} for all nodes of its operator",
+    "region": "{pin} overrules the autocast region that your program put around it; or take the "
+    "operator out of that region",
+    "guard": "{pin} overrules the guard, and what it prevents may then happen: overflow, zeros or "
+    "a large error ({why})",
+    "alias": "return a .clone(), so that nothing shares memory; {pin} overrules the rule, but if "
+    "results then no longer share memory, the whole graph stays in FP32",
+    "kernel": "no policy helps, since the device can't run it ({why}): it takes another low dtype, "
+    "a newer torch, or another device",
+    "policy": "your own policy decided ({why}): remove the entry, or give it another precision",
+    "captured": "no policy changes it ({why}): it keeps the dtypes of your program, and only a "
+    "change of the program changes them",
+    "update": "no policy changes it ({why}): it keeps the dtypes of your program",
+    "cast": "it follows from its two ends ({why}): change the precision of the node that it reads, "
+    "or of the one that reads it",
+    "scale": "it belongs to the loss scale: loss_scale='none' leaves it out, and in FP16 small "
+    "gradients may then become zero",
+    "pad": "pad='never' leaves it out, and so does a size in the model that needs no padding",
+    "copy": "no policy changes it ({why}): return a .contiguous() result from the model",
+    "kept": "it goes if nothing is compared with the value, or with what is made of it ({why})",
+    "finite": "in BF16 nothing overflows, and it is left out",
+    "layout": "it goes if the node that it reads runs in FP32, whose kernel lays its result out as "
+    "your program was traced with",
+    "step": "no policy changes it: it is part of an optimizer's step",
+}
+
+
+def _how_to_change(node: PlanNode) -> str:
+    """One sentence: the option that would change the node, or why none does."""
+    if node.rule == "rewrite":
+        return (
+            f"a pass put it in the place of nodes of your program: disable_passes="
+            f"[{_rewriter(node)!r}] brings them back, and a policy can then name them"
+        )
+    if node.op == "getitem" and node.reads and node.rule not in ("policy", "captured", "update"):
+        return f"it is a part of the result of {node.reads[0]}: what changes that changes it, too"
+    sentence = _SENTENCES.get(_word(node), "this version of mpcompile can't tell ({why})")
+    word, operators = ("fp32", "full") if node.precision == "LOW" else ("low", "low")
+    op = node.op.removeprefix("aten::")
+    return sentence.format(
+        pin=f'Policy(nodes={{"{node.name}": "{word}"}})',
+        ops=f'Policy({operators}=["{op}"])',
+        why=node.reason,
+    )
+
+
+def _word(node: PlanNode) -> str:
+    """The key of the node's sentence."""
+    names = not node.reads or (node.op in TABLE and TABLE[node.op].converts)
+    return "named" if names and node.rule == "table" and node.precision == "KEEP" else node.rule
+
+
+def _rewriter(node: PlanNode) -> str:
+    """The pass that made a node of the rule "rewrite"."""
+    if node.op == "mpcompile::softmax_low":
+        return "narrow_softmax"
+    fused = node.op == "mpcompile::linear_cross_entropy" or "_rows" in node.name
+    return "fuse_head" if fused else "expand_attention"
+
+
+@dataclass(frozen=True)
+class GraphData:
+    """What the passes decided for one captured graph, or why it was left in FP32.
+
+    Attributes:
+        level, dtype, device: "O1", "float16", "cpu"; "O0", "float32" for a graph left in FP32.
+        nodes: one for each node, in program order, casts and scaling included.
+        casts: number of casts in the final graph.
+        scaled: whether gradients are scaled inside the graph.
+        seconds: wall time of capture and of each pass.
+        changed: names of the passes that changed the graph, in their order.
+        tensor_cores: the dims of every matrix product, and which may run on Tensor Cores.
+        dump_dir: the directory of the dump, or None.
+        left: why the graph was left in FP32, in one sentence; None for a graph that was rewritten.
+            A graph that was left has no nodes.
+        ends_with: why the program broke off here, and another graph follows; None where it returns.
+        before, after: the graph as captured and as rewritten, with its inputs and its output.
+        backward: the backward of the graph, in program order; only in plans that `explain` makes.
+        saved: what the forward keeps for the backward; only in plans that `explain` makes.
+        verification: what is found where the compiled code was compared with the graph, so far;
+            None in plans that were read back or that compiled nothing.
+    """
+
+    level: str
+    dtype: str
+    device: str
+    nodes: tuple[PlanNode, ...] = ()
+    casts: int = 0
+    scaled: bool = False
+    seconds: dict[str, float] = field(default_factory=dict)
+    changed: tuple[str, ...] = ()
+    tensor_cores: TensorCoreReport = TensorCoreReport()
+    dump_dir: Path | None = None
+    left: str | None = None
+    ends_with: str | None = None
+    before: tuple[Line, ...] = ()
+    after: tuple[Line, ...] = ()
+    backward: tuple[BackwardNode, ...] = ()
+    saved: tuple[Saved, ...] = ()
+    verification: Verify | None = field(default=None, compare=False)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON; `left` and `ends_with` are omitted if they are None."""
+        data = dataclasses.asdict(dataclasses.replace(self, verification=None))
+        del data["verification"]
+        for name in ("left", "ends_with"):
+            if data[name] is None:
+                del data[name]
+        data["tensor_cores"] |= {
+            "share_before": self.tensor_cores.share_before,
+            "share": self.tensor_cores.share,
+        }
+        data["saved"] = [one.to_dict() for one in self.saved]
+        data["dump_dir"] = str(self.dump_dir) if self.dump_dir else None
+        return data
+
+    @property
+    def low_dtypes(self) -> list[str]:
+        """What is LOW in it: `["bfloat16"]`; the graph's dtype if nothing is."""
+        own = (n.low or self.dtype for n in self.nodes if n.precision == "LOW" and not n.is_added)
+        return list(dict.fromkeys(own)) or [self.dtype]
+
+    def counts(self) -> dict[str, int]:
+        """How many operators are LOW, FULL and KEEP, without casts and scaling."""
+        return dict(Counter(n.precision for n in self.nodes if not n.is_added))
+
+    def head(self, number: str = "") -> str:
+        """What the plan of a rewritten graph begins with; `number` follows the device."""
+        counts = ", ".join(f"{count} {name}" for name, count in sorted(self.counts().items()))
+        low = "/".join(self.low_dtypes)
+        text = f"{self.level} {low} on {self.device}{number}: {self.casts} casts, {counts}"
+        if hidden := sum(node.products for node in self.nodes):
+            text += f"; matrix products in opaque calls, all FP32: {hidden}"
+        return text
+
 
 UNKNOWN = (
     "times: the plan follows from a data sheet, or from a profile that MPCOMPILE_PROFILE names",
@@ -65,13 +275,18 @@ class PlanData:
     level: str
     dtype: str
     device: str
-    graphs: tuple[GraphPlan, ...]
+    graphs: tuple[GraphData, ...]
     modules: tuple[ModuleLine, ...] = ()
     versions: dict[str, str] = field(default_factory=dict)
     gpu: GPU | None = None
     repairs: tuple[str, ...] = ()
     outside: tuple[OutsideLine, ...] = ()
     share_in_graphs: float = 1.0
+
+    @property
+    def title(self) -> str:
+        """What its text begins with: `"GPT at O1"`."""
+        return f"{self.model} at {self.level}"
 
     @property
     def nodes(self) -> tuple[PlanNode, ...]:

@@ -12,6 +12,7 @@ import functools
 import json
 import types
 import typing
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -30,7 +31,7 @@ def restored(kind: type[T], data: Any) -> T:
         MPCompileError: the data is not that of such an object; the message names the place.
     """
     try:
-        return typing.cast(T, _dataclass(kind, data, kind.__name__))
+        return typing.cast(T, _value(kind, data, kind.__name__))
     except _Unreadable as error:
         raise MPCompileError(f"this is not the data of a {kind.__name__}: {error}") from None
 
@@ -49,17 +50,20 @@ def read(path: str | Path) -> Any:
         raise MPCompileError(f"{path} is not a plan: not JSON: {error}") from None
 
 
-def write(data: Any, path: str | Path) -> None:
-    """Write plain data as JSON.
+def write(text: str, path: str | Path) -> None:
+    """Write a file, and the directory that it is in.
 
     Raises:
         MPCompileError: the file can't be written.
     """
     try:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
-        Path(path).write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+        Path(path).write_text(text, encoding="utf-8")
     except OSError as error:
-        raise MPCompileError(f"{path} can't be written: {error.strerror or error}") from None
+        raise MPCompileError(
+            f"{path} can't be written: {error.strerror or error}; give the path of a file in a "
+            "directory that you may write to"
+        ) from None
 
 
 def written_by(data: Any) -> str:
@@ -75,67 +79,43 @@ class _Unreadable(Exception):
     """What is wrong with the data, and where."""
 
 
-@functools.cache
-def _fields(kind: type) -> tuple[tuple[str, Any, bool], ...]:
-    """(name, type, whether it must be given) of each field."""
-    hints = typing.get_type_hints(kind)
-    missing = dataclasses.MISSING
-    return tuple(
-        (f.name, hints[f.name], f.default is missing and f.default_factory is missing)
-        for f in dataclasses.fields(kind)
-    )
-
-
-def _dataclass(kind: type, data: Any, place: str) -> Any:
-    if not isinstance(data, dict):
-        raise _Unreadable(f"{place} is {_short(data)}, not of type dict")
-    values = {}
-    for name, hint, needed in _fields(kind):
-        if name in data:
-            values[name] = _value(hint, data[name], f"{place}.{name}")
-        elif needed:
-            raise _Unreadable(f"{place} has no {name!r}")
-    return kind(**values)
-
-
 def _value(hint: Any, data: Any, place: str) -> Any:
-    if isinstance(hint, type) and not typing.get_args(hint):
-        return _plain(hint, data, place)
-    of: Any = typing.get_origin(hint)
+    """What the data says, as a value of the type `hint`; `place` is for messages."""
+    of: Any = typing.get_origin(hint) or hint
     inner = typing.get_args(hint)
-    if of is types.UnionType:
-        return _either(inner, data, place)
+    if of is types.UnionType:  # at most one of the types is no plain one
+        own = next(one for one in inner if one is not types.NoneType)
+        return data if type(data) in inner else _value(own, data, place)
     if of is dict and isinstance(data, dict):
         return {key: _value(inner[1], value, f"{place}.{key}") for key, value in data.items()}
-    if of is tuple and isinstance(data, (list, tuple)):
-        hints = inner[:1] * len(data) if inner[-1] is Ellipsis else inner
-        if len(hints) == len(data):
-            pairs = enumerate(zip(hints, data, strict=True))
-            return tuple(_value(each, value, f"{place}[{i}]") for i, (each, value) in pairs)
-    raise _Unreadable(f"{place} is {_short(data)}, not of type {of.__name__}")
-
-
-def _either(hints: tuple[Any, ...], data: Any, place: str) -> Any:
-    """A value of one of several types; at most one of them is no plain type."""
-    if type(data) in hints:
-        return data
-    return _value(next(hint for hint in hints if hint is not type(None)), data, place)
-
-
-def _plain(hint: type, data: Any, place: str) -> Any:
-    if dataclasses.is_dataclass(hint):
-        return _dataclass(hint, data, place)
-    if hint is torch.dtype:
-        data = getattr(torch, data, data) if isinstance(data, str) else data
-    elif hint is Path and isinstance(data, str):
+    long = of is tuple and isinstance(data, (list, tuple))
+    if long and (inner[-1] is Ellipsis or len(inner) == len(data)):
+        return tuple(_value(inner[0], value, f"{place}[{i}]") for i, value in enumerate(data))
+    is_dataclass = dataclasses.is_dataclass(of)
+    if is_dataclass and isinstance(data, dict):
+        return of(**dict(_fields(of, data, place)))
+    if of is torch.dtype and isinstance(data, str):
+        data = getattr(torch, data, data)
+    elif of is Path and isinstance(data, str):
         return Path(data)
-    elif hint is float and type(data) is int:
+    elif of is float and type(data) is int:
         return float(data)
-    if type(data) is not hint:
-        raise _Unreadable(f"{place} is {_short(data)}, not of type {hint.__name__}")
+    if type(data) is not of:
+        wanted = "dict" if is_dataclass else of.__name__
+        text = repr(data)
+        text = text if len(text) <= 40 else f"{text[:37]}..."
+        raise _Unreadable(f"{place} is {text}, not of type {wanted}")
     return data
 
 
-def _short(data: Any) -> str:
-    text = repr(data)
-    return text if len(text) <= 40 else f"{text[:37]}..."
+def _fields(kind: Any, data: dict[str, Any], place: str) -> Iterator[tuple[str, Any]]:
+    missing = dataclasses.MISSING
+    for field in dataclasses.fields(kind):
+        if field.name in data:
+            hint = _hints(kind)[field.name]
+            yield field.name, _value(hint, data[field.name], f"{place}.{field.name}")
+        elif field.default is missing and field.default_factory is missing:
+            raise _Unreadable(f"{place} has no {field.name!r}")
+
+
+_hints = functools.cache(typing.get_type_hints)

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 
 from ..errors import MPCompileError, did_you_mean
-from .graph_data import BackwardNode, GraphData, PlanNode
 from .grid import Grid, Part, as_text
-from .node_text import node_grid, runs_in, short
+from .partitioned import BackwardNode
+from .plan_data import GraphData, PlanNode
+from .plan_text import node_grid, runs_in, short
 
 Graphs = Mapping[int | None, GraphData]
 

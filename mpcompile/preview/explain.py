@@ -1,10 +1,9 @@
 """What mpcompile does with a model, without doing it: `explain(model, *inputs)`.
 
 Dynamo traces a copy of the model without data (`stand_ins.py`). Each graph is rewritten as in a
-compile, and split by AOTAutograd and its partitioner into forward and backward (`planner.py`);
-there it ends: no code is generated, nothing is trained. Between two graphs the program continues
-with stand-ins. With `device="t4"` the passes run with the facts of that GPU's data sheet
-(`planner/target.py`).
+compile, and split by AOTAutograd and its partitioner into forward and backward; there it ends: no
+code is generated, nothing is trained. Between two graphs the program continues with stand-ins. With
+`device="t4"` the passes run with the facts of that GPU's data sheet (`planner/target.py`).
 """
 
 from __future__ import annotations
@@ -12,9 +11,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
+import re
+import traceback
 import warnings
-import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,35 +23,47 @@ import torch
 from torch import fx, nn
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
+from .. import ir
 from .._version import __version__
 from ..api import matched_nothing
+from ..backend import planned_or_why, why_left
+from ..capture.breaks import why_it_ends
 from ..capture.provenance import names_in
 from ..capture.regions import noting_regions
+from ..capture.surroundings import around_now
 from ..devices.cuda import AbsentGPU
 from ..devices.gpus import gpu
-from ..errors import MPCompileError, MPCompileWarning
-from ..lower.tracing_settings import VALUE_SIZES, traced_with
-from ..planner.target import place_of, target_of
+from ..errors import MPCompileError, MPCompileWarning, in_one_line
+from ..ir.fakes import fake_of_fixed_size
+from ..ir.inputs import FOUND, SCALE
+from ..lower.emitter import emit
+from ..lower.joint import NO_PASSES, JointPasses, joint_passes
+from ..lower.tracing_settings import settings_for, traced_with
+from ..plan_graph import Facts, Planned
+from ..planner.target import Target, device_of, place_of, target_of
+from ..planner.times import ATTENTION
+from ..plans.graph_plan import GraphPlan, plan_of_left
+from ..plans.partitioned import Partitioned
 from ..plans.plan import ModuleLine, OutsideLine, Plan
 from ..records import pinned_in, settings_like, studied
 from ..rules.policy import Level, Policy
 from ..runtime.check_module import check_call, check_module
-from ..runtime.compile_apart import compiled_apart
+from ..runtime.compile_apart import compiled_apart, nothing_compiled
 from ..runtime.half_inputs import widened, widens_inputs
 from ..runtime.left_to_python import looked_into
-from ..runtime.outside_products import aside
-from ..settings import OPTIONS, documented
+from ..runtime.outside_products import aside, counted
+from ..scaling import copies, parameters
+from ..scaling.overflows import weakly
+from ..scaling.skipped_steps import Repairs
+from ..settings import OPTIONS, Settings, documented
 from ..torch_inside.names import (
     BackendCompilerFailed,
     DataDependentOutputException,
     DynamicOutputShapeException,
+    TorchRuntimeError,
 )
-from .failures import described, place
-from .leave_no_trace import no_trace
-from .planner import Planner
-from .stand_ins import StandIns
-
-__all__ = ["explain", "plan_call", "plan_for"]
+from ..training import scale_for
+from .stand_ins import StandIns, no_trace
 
 # A program without values can't tell what such a call returns, or of which size.
 _ON_VALUES = (
@@ -135,14 +148,13 @@ def plan_call(
     planner = Planner(settings, absent, stand_ins, mp_optimizer, repairs)
     given = stand_ins.of_inputs(args, kwargs)
     with torch.inference_mode(False), torch.enable_grad(), no_trace(), stand_ins:
-        call = functools.partial(_run, twin, _compiled(twin, planner), *given)
+        # Dynamo keeps each backend that it was given for as long as the process runs.
+        compiled = compiled_apart(twin, weakly(planner.planned), "plan")
+        traced = traced_with(noting_regions(compiled), aside, **settings_for(twin))
+        call = functools.partial(_run, twin, traced, *given)
         outside = looked_into(call, twin)
     if not planner.graphs:
-        raise MPCompileError(
-            f"no part of {type(model).__name__} was compiled: torch.compile skipped its forward "
-            "(an unsupported construct at the top of it, or compilation is disabled); "
-            "TORCH_LOGS=graph_breaks tells why"
-        )
+        raise nothing_compiled(type(model).__name__)
     for complaint in matched_nothing(settings, planner.graphs):
         warnings.warn(f"mpcompile: {complaint}", MPCompileWarning, stacklevel=3)
     target = absent or target_of(place_of([*twin.parameters(), *given[0]]), settings.dtype)
@@ -160,21 +172,6 @@ def plan_call(
         outside=tuple(OutsideLine(*line) for line in outside.modules.most_common()),
         share_in_graphs=outside.share,
     )
-
-
-def _compiled(twin: nn.Module, planner: Planner) -> Callable[..., Any]:
-    """The model's call, compiled so that Dynamo passes each graph to the planner."""
-
-    def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
-        planning = planner_now()
-        assert planning is not None
-        return planning(gm, example_inputs)
-
-    # Dynamo keeps each backend that it was given for as long as the process runs.
-    planner_now = weakref.ref(planner)
-    run = noting_regions(compiled_apart(twin, backend, "plan"))
-    rnns = any(isinstance(m, nn.RNNBase) for m in twin.modules())
-    return traced_with(run, aside, **VALUE_SIZES, **({"allow_rnn": True} if rnns else {}))
 
 
 def _run(
@@ -199,3 +196,162 @@ def _run(
                 "made without values: plan for the modules that it is made of"
             ) from error
         raise MPCompileError(f"{name} fails on these inputs: {described(inner)}") from error
+
+
+@dataclass(eq=False)
+class Planner:
+    """Plans each graph, partitions it, and runs it on stand-ins.
+
+    Dynamo calls a backend without fake mode, so kernels are tried on real samples.
+
+    Attributes:
+        settings: the options.
+        absent: the GPU to plan for, which isn't there; None: the device that a graph lies on.
+        stand_ins: made the model and the inputs.
+        mp_optimizer: whether an `MPOptimizer` holds the parameters; None: ask each of them.
+        repairs: what `repair=True` has pinned while the model trained.
+        graphs: the plan of each graph so far.
+    """
+
+    settings: Settings
+    absent: Target | None
+    stand_ins: StandIns
+    mp_optimizer: bool | None
+    repairs: Repairs
+    graphs: list[GraphPlan] = field(default_factory=list)
+
+    def planned(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        """A torch.compile backend."""
+        if (reason := why_left(gm, example_inputs, self.settings)) is not None:
+            return self._leave(gm, example_inputs, reason)
+        ends_with = why_it_ends(gm)
+        facts = self._facts(gm, example_inputs)
+        planned = planned_or_why(gm, example_inputs, self.settings, lambda: facts)
+        if isinstance(planned, str):
+            return self._leave(gm, example_inputs, planned)
+        if self.absent is not None:
+            _attend_as_fused(planned.graph)
+        inputs = planned.inputs
+        working = self._working_copies(planned, example_inputs, facts.target.low)
+        scaling = _scaling(example_inputs) if inputs.scaled else []
+        fixed = [fake_of_fixed_size(copy) for copy in working]
+        given = inputs.assembled(example_inputs, fixed, scaling)
+        # Passes over the joint graph call kernels of the device, which an absent one can't have.
+        there = self.absent is None
+        joint = joint_passes(self.settings.level, facts.target.device) if there else NO_PASSES
+        run = self._emit(planned.graph, given, replace(planned.plan, ends_with=ends_with), joint)
+        flops = planned.plan.tensor_cores.flops
+        return counted(lambda *args: run(*inputs.assembled(args, working, scaling)), flops)
+
+    def _leave(
+        self, gm: fx.GraphModule, example_inputs: Sequence[Any], reason: str
+    ) -> Callable[..., Any]:
+        device = place_of(example_inputs) if self.absent is None else self.absent.device
+        left = replace(plan_of_left(reason, device), ends_with=why_it_ends(gm))
+        return counted(self._emit(gm, example_inputs, left, untouched=True), 0)
+
+    def _facts(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Facts:
+        target = self.absent or target_of(device_of(example_inputs), self.settings.dtype)
+        originals = [self.stand_ins.original(x) for x in example_inputs]
+        return Facts(
+            target,
+            around_now(gm, example_inputs, target.device.type, self.settings.names()),
+            scaled=scale_for(originals, target.low, self.settings) is not None,
+            copied=self._copied(originals, target.low),
+            pinned=self.repairs.pins,
+        )
+
+    def _copied(
+        self, originals: Sequence[Any], low: torch.dtype
+    ) -> Mapping[int, tuple[int, ...] | None]:
+        """The inputs that the graph may read as low copies -> the shape that a copy has already."""
+        if self.settings.level is not Level.O2:
+            return {}
+        held = {
+            i: x
+            for i, x in enumerate(originals)
+            if isinstance(x, nn.Parameter) and x.dtype is torch.float32 and self._is_held(x)
+        }
+        if self.absent is not None:
+            return dict.fromkeys(held)
+        return {i: copies.stored_shape(x, low) for i, x in held.items()}
+
+    def _is_held(self, parameter: nn.Parameter) -> bool:
+        if self.mp_optimizer is None:
+            return parameters.owner_of(parameter) is not None
+        return self.mp_optimizer
+
+    def _working_copies(
+        self, planned: Planned, example_inputs: Sequence[Any], low: torch.dtype
+    ) -> list[torch.Tensor]:
+        """The low copies that an `MPOptimizer` would provide for the inputs that read them."""
+        placeholders = planned.graph.graph.find_nodes(op="placeholder")
+        working = []
+        for k, of in planned.inputs.copies.items():
+            master, shape = example_inputs[of], ir.value(placeholders[k]).shape
+            stored = copies.memory_for(master, low, shape)
+            working.append(stored.requires_grad_(master.requires_grad))
+        return working
+
+    def _emit(
+        self,
+        gm: fx.GraphModule,
+        inputs: Sequence[Any],
+        plan: GraphPlan,
+        joint: JointPasses = NO_PASSES,
+        *,
+        untouched: bool = False,
+    ) -> Callable[..., Any]:
+        found = Partitioned(gm, {node.name for node in plan.nodes})
+        run = emit(
+            gm, inputs, "inductor", options={"joint_custom_pre_pass": found.joint}, joint=joint,
+            recompute=self.settings.recompute, untouched=untouched, inner=found.inner,
+        )  # fmt: skip
+        self.graphs.append(replace(plan, saved=tuple(found.saved), backward=found.backward))
+        return run
+
+
+def _scaling(example_inputs: Sequence[Any]) -> list[torch.Tensor]:
+    """What a `LossScale` gives a graph: the scale, and the leaf that counts overflows."""
+    beside = next(x for x in example_inputs if isinstance(x, torch.Tensor))
+    return [torch.zeros((), device=beside.device, requires_grad=x is FOUND) for x in (SCALE, FOUND)]
+
+
+def _attend_as_fused(gm: fx.GraphModule) -> None:
+    """Remove attention's dropout: on a GPU the fused kernel draws the mask again from a seed, but
+    the CPU's attention with dropout would store scores and mask.
+    """
+    for module in gm.modules():
+        if isinstance(module, fx.GraphModule):
+            for node in module.graph.find_nodes(op="call_function", target=ATTENTION):
+                place = ir.position_of(node, "dropout_p")
+                if place < len(node.args):
+                    node.update_arg(place, 0.0)
+                elif node.kwargs.get("dropout_p"):
+                    node.update_kwarg("dropout_p", 0.0)
+            module.recompile()
+
+
+_NOT_THEIRS = (Path(torch.__file__).parent, Path(__file__).parents[1])
+
+
+def described(error: BaseException) -> str:
+    """For example `"ValueError: the batch is empty (model.py:12)"`."""
+    said = in_one_line(error)
+    if isinstance(error, TorchRuntimeError) and (
+        inner := re.search(r": got (\w+\(.*\))$", str(error).strip(), re.M)
+    ):
+        said = inner[1]  # the error that Dynamo got from an operator
+    return said + place(error)
+
+
+def place(error: BaseException) -> str:
+    """`" (model.py:12)"`, the innermost of the user's lines that led to the error, or `""`."""
+    stack = getattr(error, "real_stack", None) or traceback.extract_tb(error.__traceback__)
+    theirs = [
+        frame
+        for frame in stack
+        if not any(Path(frame.filename).is_relative_to(root) for root in _NOT_THEIRS)
+        and not frame.filename.startswith("<")
+    ]
+    return f" ({theirs[-1].filename}:{theirs[-1].lineno})" if theirs else ""

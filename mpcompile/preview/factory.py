@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from ..errors import MPCompileError, did_you_mean
-from .failures import described
+from .explain import described
 
 __all__ = ["CONTRACT", "Made", "made_by"]
 

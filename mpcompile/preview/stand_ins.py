@@ -2,13 +2,16 @@
 
 The copies are FakeTensors: they take no memory, and computing with them takes no time. Changes to
 the copy don't reach the model's parameters, buffers, gradients or attributes. Tensors on "meta" get
-stand-ins on the CPU, so a model that is too large for this machine may be made on "meta".
+stand-ins on the CPU, so a model that is too large for this machine may be made on "meta". What
+tracing changes in the process besides, `no_trace` restores.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Callable, Mapping, Sequence
+import gc
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,8 +19,9 @@ from torch import nn
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.overrides import TorchFunctionMode
 
-from ..errors import MPCompileError
-from ..torch_inside.names import FakeTensorMode, pytree
+from ..runtime.check_module import deep_copy
+from ..runtime.compile_apart import nothing_happened
+from ..torch_inside.names import FakeTensorMode, cached_backends, counters, pytree
 
 _CPU = torch.device("cpu")
 
@@ -48,14 +52,9 @@ class StandIns:
         # Copying a parameter calls no torch function, so parameters go into the memo first.
         for parameter in module.parameters():
             self.of_tensor(parameter)
-        try:
-            with _Copying(self):
-                return copy.deepcopy(module, self._memo)
-        except Exception as error:
-            raise MPCompileError(
-                f"{type(module).__name__} can't be copied ({type(error).__name__}: {error}), and a "
-                "plan is made with a copy, so that nothing happens to the model"
-            ) from error
+        why = "a plan is made with a copy, so that nothing happens to the model"
+        with _Copying(self):
+            return deep_copy(module, self._memo, module, why)
 
     def of_inputs(
         self, args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -100,3 +99,28 @@ class _Copying(TorchFunctionMode):
         if func is torch.Tensor.__deepcopy__:
             return self.stand_ins.of_tensor(args[0])
         return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def no_trace() -> Iterator[None]:
+    """A context. After it are as before: the random states of Python, NumPy and torch's CPU; and
+    Dynamo's sizes, from which it infers which are dynamic, its counters, and its list of backends.
+
+    Meanwhile Python's cyclic garbage collector is off: tracing makes many objects, nearly all of
+    which live to its end, and looking through them again and again would take a tenth of the time
+    and more. What Dynamo compiled for the user's functions after a graph break stays until
+    `torch._dynamo.reset()`; their own compilations are kept apart from it (from torch 2.13 on).
+    """
+    collects, counts = gc.isenabled(), copy.deepcopy(counters)
+    backends = set(cached_backends)
+    gc.disable()
+    try:
+        with nothing_happened():
+            yield
+    finally:
+        if collects:
+            gc.enable()
+        counters.clear()
+        counters.update(counts)
+        for new in cached_backends.keys() - backends:
+            del cached_backends[new]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch
 
@@ -87,17 +88,35 @@ def check_call(
     kwargs: Mapping[str, Any],
     *,
     options_of: Callable[..., Any],
+    more: Iterable[str] = (),
 ) -> None:
     """Refuse arguments that the model doesn't take, such as a misspelt option of the function that
-    they were handed to. Raises MPCompileError.
+    they were handed to, or one of `more` options. Raises MPCompileError.
     """
     try:
         inspect.signature(model.forward).bind(*inputs, **kwargs)
     except TypeError as error:
         parameters = inspect.signature(options_of).parameters.values()
-        own = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
+        own = [*more, *(p.name for p in parameters if p.kind is p.KEYWORD_ONLY)]
         hint = next(filter(None, (hint_for(name, own) for name in kwargs)), "")
         raise MPCompileError(f"{type(model).__name__} can't be called so: {error}{hint}") from None
+
+
+T = TypeVar("T")
+
+
+def deep_copy(what: T, memo: dict[int, Any], model: torch.nn.Module, why: str) -> T:
+    """A deep copy of a model, or of more than that; `memo` as for `copy.deepcopy`.
+
+    Raises:
+        MPCompileError: something in it can't be copied; `why` says why it has to be.
+    """
+    try:
+        return copy.deepcopy(what, memo)
+    except Exception as error:
+        raise MPCompileError(
+            f"{type(model).__name__} can't be copied ({type(error).__name__}: {error}), and {why}"
+        ) from error
 
 
 def _check_low(where: str, low: dict[str, torch.Tensor], dtype: torch.dtype | None) -> None:

@@ -14,12 +14,13 @@ import numpy as np
 import torch
 from torch import nn
 
+from ..errors import MPCompileError
 from ..torch_inside.dynamo import no_recompile_limit
 from ..torch_inside.modules import plain_call
 from ..torch_inside.names import get_code_state
 from .left_to_python import entry
 
-__all__ = ["compiled_apart", "nothing_happened"]
+__all__ = ["compiled_apart", "nothing_compiled", "nothing_happened"]
 
 _numbers = itertools.count()
 
@@ -48,6 +49,15 @@ def _unlimited(compiled: Callable[..., Any]) -> Callable[..., Any]:
             return compiled(*args, **kwargs)
 
     return run
+
+
+def nothing_compiled(name: str) -> MPCompileError:
+    """The error where Dynamo has compiled nothing of the call of a module of this class."""
+    return MPCompileError(
+        f"no part of {name} was compiled: torch.compile skipped its forward (an "
+        "unsupported construct at the top of it, or compilation is disabled); "
+        "TORCH_LOGS=graph_breaks tells why"
+    )
 
 
 @contextlib.contextmanager

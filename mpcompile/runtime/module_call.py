@@ -29,7 +29,7 @@ from torch import nn
 
 from ..capture.regions import noting_regions
 from ..errors import MPCompileError
-from ..lower.tracing_settings import VALUE_SIZES, is_traced_by_us, traced_with
+from ..lower.tracing_settings import is_traced_by_us, settings_for, traced_with
 from ..ranks import fsdp
 from ..ranks.refuse import check_engines
 from ..scaling import foreign, parameters
@@ -230,12 +230,9 @@ class ModuleCall:
         self, own: Callable[..., Any], backend: Callable[..., Any], looking: Looking | None
     ) -> Callable[..., Any]:
         """A function with code of its own, compiled."""
-        settings = dict(VALUE_SIZES)
-        if any(isinstance(m, nn.RNNBase) for m in self._module.modules()):
-            settings["allow_rnn"] = True
         compiled = compiled_by(backend, own, **self._compile_kwargs)
         ends = [self._regions.ending_graphs] if self._regions is not None else []
-        run = running(compiled, own, *ends, looking=looking, **settings)
+        run = running(compiled, own, *ends, looking=looking, **settings_for(self._module))
         # In an attribute of an object, Dynamo takes a wrapper that has this mark for the function
         # below it: within a function that somebody else compiles, it would skip `run`.
         vars(run).pop("_torchdynamo_inline", None)

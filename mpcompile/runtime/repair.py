@@ -22,7 +22,7 @@ from .. import ir, logs
 from ..devices.registry import RandomState, unchanged
 from ..ir.fakes import duplicate
 from ..ir.places import places
-from ..observe.fault import Fault, Kind, Runs
+from ..observe.fault import Case, Fault, Kind
 from ..observe.find_fault import find
 from ..observe.record import Record
 from ..observe.watch import Watch, passed
@@ -153,7 +153,7 @@ class _Call:
             scaling = torch.full_like(self._scale, at), torch.zeros_like(self._scale)
             low = self._run(planned.rewritten, len(self._inputs), scaling)
             full = self._run(planned.captured, captured)
-            found = find(planned.rewritten.graph, planned.plan, Runs(low, full, scale=at))
+            found = find(Case(planned.rewritten.graph, planned.plan, low, full, scale=at))
         except Exception as error:  # of ours, or no memory, in the middle of somebody's training
             text = "a call can't be run node by node, so nothing is repaired: %(error)s"
             why = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"

@@ -35,7 +35,7 @@ from benchmarks.saved_bytes import cases
 from benchmarks.saved_bytes.sums import excess
 from benchmarks.step_times import measure as step_times
 from benchmarks.step_times.report import over_better
-from mpcompile.plans.saved_bytes import Saved
+from mpcompile.plans.partitioned import Saved
 
 CPU = torch.device("cpu")
 

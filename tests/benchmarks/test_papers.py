@@ -28,7 +28,7 @@ from benchmarks.papers.training import Outcome, spans, train
 from benchmarks.papers.ways import FP32, QUALITY, Trainer, Way
 from benchmarks.parity.rule import compare
 from benchmarks.peers import figure as bars
-from mpcompile.observe.numbers import EXPONENTS
+from mpcompile.observe.record import EXPONENTS
 from mpcompile.whole_step.train_step import goes_backward
 
 CPU = torch.device("cpu")

@@ -9,7 +9,7 @@ import torch
 from factories import squeezed
 
 from mpcompile import cli
-from mpcompile.cli import check
+from mpcompile.cli import machine
 from mpcompile.devices.registry import capabilities
 from mpcompile.torch_inside.private_names import GONE, Part
 
@@ -18,7 +18,7 @@ Out = pytest.CaptureFixture[str]
 
 
 def test_what_is_said(monkeypatch: pytest.MonkeyPatch, capsys: Out) -> None:
-    monkeypatch.setattr(check, "_trained", lambda level, device: f"trained on {device}")
+    monkeypatch.setattr(machine, "_trained", lambda level, device: f"trained on {device}")
     assert cli.main(CHECK) == 0
     said = squeezed(capsys.readouterr().out)
     for expected in (
@@ -33,12 +33,12 @@ def test_dtypes_with_units(monkeypatch: pytest.MonkeyPatch) -> None:
     kind = type(capabilities("cpu"))
     monkeypatch.setattr(kind, "units", lambda self: "some")
     monkeypatch.setattr(kind, "has_units", lambda self, dtype: dtype is torch.bfloat16)
-    assert [line for line in check._units() if line.endswith("units: some, for bfloat16")]
+    assert [line for line in machine._units() if line.endswith("units: some, for bfloat16")]
 
 
 def test_a_missing_name(monkeypatch: pytest.MonkeyPatch, capsys: Out) -> None:
     why = "cannot import name '_name' from 'torch._never_was'"
-    monkeypatch.setattr(check, "GONE", [(Part.INDUCTOR, why)])
+    monkeypatch.setattr(machine, "GONE", [(Part.INDUCTOR, why)])
     GONE.append((Part.INDUCTOR, why))
     try:
         assert cli.main(CHECK) == 1
@@ -50,8 +50,8 @@ def test_a_missing_name(monkeypatch: pytest.MonkeyPatch, capsys: Out) -> None:
 
 
 def test_what_is_not_verified(monkeypatch: pytest.MonkeyPatch, capsys: Out) -> None:
-    real = check.mpcompile
-    monkeypatch.setattr(check, "mpcompile", lambda what, **more: real(what, emit="eager", **more))
+    real = machine.mpcompile
+    monkeypatch.setattr(machine, "mpcompile", lambda what, **more: real(what, emit="eager", **more))
     assert cli.main(CHECK) == 1
     said = squeezed(capsys.readouterr().out)
     assert "O2: FAILED: MPCompileError: not all that was compiled is verified: nothing" in said
@@ -64,6 +64,6 @@ def test_it_trains(monkeypatch: pytest.MonkeyPatch, capsys: Out) -> None:
     for line in said[-2:]:
         assert "forward: verified " in line
         assert "backward: verified " in line
-    monkeypatch.setattr(check, "_STEPS", 1)
+    monkeypatch.setattr(machine, "_STEPS", 1)
     assert cli.main(CHECK) == 1
     assert "O1: FAILED: MPCompileError: it doesn't learn: loss " in capsys.readouterr().out

@@ -64,7 +64,7 @@ def diagnosed(nets: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         seen.update(given)
         return seen["report"]
 
-    monkeypatch.setattr(cli.numbers, "diagnose_call", diagnose_call)
+    monkeypatch.setattr(cli.model, "diagnose_call", diagnose_call)
     return seen
 
 

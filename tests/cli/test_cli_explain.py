@@ -91,7 +91,7 @@ def planned(nets: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         seen.update(given, model=type(model).__name__, args=args, kwargs=kwargs)
         return seen["plan"]
 
-    monkeypatch.setattr(cli.explain, "plan_call", plan_call)
+    monkeypatch.setattr(cli.model, "plan_call", plan_call)
     return seen
 
 

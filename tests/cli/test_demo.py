@@ -268,7 +268,7 @@ def test_losses_apart_make_the_exit_status_1(
     full = Outcome("FP32", 2.0, 2.0, median=1.0, first_step=1.0, memory=1)
     mixed = replace(full, name="BF16 O1", held_out_loss=held_out, train_loss=train)
     result = DemoResult(full, mixed, memory_kind="", can_gain="", dumps=[], sample="")
-    monkeypatch.setattr("mpcompile.cli.demo.run_demo", lambda settings, console: result)
+    monkeypatch.setattr("mpcompile.cli.machine.run_demo", lambda settings, console: result)
     # 0.03 of 2 is 1.5%, 0.05 is 2.5%.
     assert cli.main(["demo", "--device", "cpu"]) == (0 if said is None else 1)
     error = capsys.readouterr().err

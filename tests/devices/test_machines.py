@@ -21,7 +21,7 @@ from mpcompile import MPCompileWarning, Policy, compiled_plans, mpcompile
 from mpcompile.devices.registry import capabilities
 from mpcompile.devices.tensor_cores import TensorCores
 from mpcompile.lower.accumulation import check_accumulation
-from mpcompile.plans import advice
+from mpcompile.plans import compile_log
 from mpcompile.profile import store
 from mpcompile.profile.store import empty_profile
 from mpcompile.rules import Recurrent, kernels
@@ -52,7 +52,7 @@ def cpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
             monkeypatch.delenv(variable, raising=False)
         for variable, value in environment.items():
             monkeypatch.setenv(variable, value)
-        advice.say_nothing_runs_low.cache_clear()
+        compile_log.say_nothing_runs_low.cache_clear()
 
     return become
 

@@ -6,17 +6,14 @@ from math import inf, nan
 
 import pytest
 import torch
+from mpcompile.scaling.repairs import Repairs
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
-from mpcompile.diagnosis.low_side import run_low
-from mpcompile.diagnosis.sides import Run, Side, Sides
-from mpcompile.observe.compared import gradient_units
-from mpcompile.observe.numbers import EXPONENTS, Numbers, Shares, histogram
-from mpcompile.observe.record import Record
-from mpcompile.observe.watch import Watch
-from mpcompile.scaling.skipped_steps import Repairs
+from mpcompile.diagnosis.sides import Run, Side, Sides, run_low
+from mpcompile.observe.record import EXPONENTS, Numbers, Record, Shares, histogram
+from mpcompile.observe.watch import Watch, gradient_units
 from mpcompile.settings import Settings
 
 

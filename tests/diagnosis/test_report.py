@@ -17,9 +17,8 @@ from torch import nn
 
 import mpcompile
 from mpcompile import MPCompileError, diagnose
-from mpcompile.diagnosis.report import Update
-from mpcompile.diagnosis.report_page import render
-from mpcompile.observe.numbers import EXPONENTS, Shares
+from mpcompile.diagnosis.report import Update, render
+from mpcompile.observe.record import EXPONENTS, Shares
 from mpcompile.plans.graph_plan import GraphPlan
 
 # -- what diagnose counts --------------------------------------------------------------------------
@@ -283,7 +282,7 @@ def test_the_page_may_load_nothing() -> None:
 def test_a_path_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for path in (tmp_path / "file" / "report.html", tmp_path):
-        with pytest.raises(MPCompileError, match=r"page of the report can't be written to .*give"):
+        with pytest.raises(MPCompileError, match=r"can't be written: .*; give"):
             faulty().to_html(path)
     faulty().to_html(str(tmp_path / "report.html"))
     assert (tmp_path / "report.html").read_text(encoding="utf-8") == render(faulty())

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
+import re
 
 import pytest
 import torch
-from reports import histogram
+from reports import histogram, report
 
-from mpcompile.diagnosis.histogram import RANGES, Chart, chart_of, range_of
-from mpcompile.diagnosis.histogram_svg import drawing_of
-from mpcompile.observe.numbers import EXPONENTS
+from mpcompile.diagnosis.histogram import RANGES, Bar, Chart, chart_of
+from mpcompile.diagnosis.report import render
+from mpcompile.observe.record import EXPONENTS
 
 COUNTS = {-26: 2, -25: 3, -15: 4, -14: 5, 15: 6, 16: 7}
 ZEROS = 13  # 40 elements together
@@ -29,7 +30,8 @@ def fate(value: float) -> str:
 @pytest.mark.parametrize("exponent", EXPONENTS)
 def test_ranges_are_those_of_fp16(exponent: int) -> None:
     """A bar is in the range of its middle, and of what lies a little above its left edge."""
-    assert range_of(exponent + 0.5) == fate(1.5 * 2.0**exponent) == fate(1.001 * 2.0**exponent)
+    values = 1.5 * 2.0**exponent, 1.001 * 2.0**exponent
+    assert {Bar(exponent, 1.0).range.name} == set(map(fate, values))
 
 
 def test_ranges_adjoin() -> None:
@@ -41,9 +43,7 @@ def test_percentages() -> None:
     chart = chart_of(histogram(COUNTS), ZEROS, None)
     (panel,) = chart.panels
     assert chart.zeros == 32.5
-    assert [(bar.left, bar.percent) for bar in panel.bars] == [
-        (exponent, 100 * count / 40) for exponent, count in COUNTS.items()
-    ]
+    assert {bar.left: bar.percent for bar in panel.bars} == {e: 2.5 * n for e, n in COUNTS.items()}
     shares = {one.name: panel.percent(one.name) for one in RANGES}
     assert shares == {"become zero": 5, "subnormal": 17.5, "normal": 27.5, "overflow": 17.5}
 
@@ -56,12 +56,17 @@ def test_the_loss_scale_shifts(scale: float) -> None:
     for before, after, exponent in zip(plain.bars, scaled.bars, COUNTS, strict=True):
         assert after.left == before.left + math.log2(scale)
         assert after.percent == before.percent
-        assert after.range == fate(1.5 * 2.0**exponent * scale)
+        assert after.range.name == fate(1.5 * 2.0**exponent * scale)
     assert f"{scale:g}" in scaled.title
 
 
 def test_a_scale_of_one_is_none() -> None:
     assert len(chart_of(histogram(COUNTS), ZEROS, 1.0).panels) == 1
+
+
+def height(chart: Chart, percent: float) -> float:
+    """Of the vertical axis: 0 at the bottom, 1 at 100 percent."""
+    return (chart.bottom - chart.y(percent)) / (chart.bottom - chart.top)
 
 
 @pytest.mark.parametrize("counts", [COUNTS, {-80: 1}, {64: 1}, {0: 10**9, 1: 1}, {}])
@@ -71,53 +76,54 @@ def test_everything_is_on_the_chart(counts: dict[int, int]) -> None:
         for bar in panel.bars:
             assert chart.low < bar.left
             assert bar.left + 1 < chart.high
-            assert 0 < chart.height(bar.percent) <= 1
+            assert 0 < height(chart, bar.percent) <= 1
     assert chart.low < -25 < 16 < chart.high
     assert all(chart.low + 3 <= tick <= chart.high and tick % 5 == 0 for tick in chart.ticks)
     assert chart.ticks[0] - 5 < chart.low + 3
     assert chart.ticks[-1] + 5 > chart.high
-    assert 0 < chart.height(chart.zeros) <= 1
-    assert chart.height(100) == 1
-    assert chart.height(chart.decades[-1]) == 0
+    assert 0 < height(chart, chart.zeros) <= 1
+    assert height(chart, 100) == 1
+    assert height(chart, chart.decades[-1]) == 0
 
 
 def test_heights_are_logarithmic() -> None:
     chart = chart_of(histogram({0: 999}), 1, None)  # 0.1 percent are zero: down to 0.01
     assert chart.decades == (100, 10, 1, 0.1, 0.01)
-    heights = [chart.height(decade) for decade in chart.decades]
+    heights = [height(chart, decade) for decade in chart.decades]
     assert heights == pytest.approx([1, 0.75, 0.5, 0.25, 0])
-    assert chart_of(histogram({0: 1}), 0, None).height(0) == 0  # no zeros
+    assert height(chart_of(histogram({0: 1}), 0, None), 0) == 0  # no zeros
 
 
 # -- the drawing on the page -----------------------------------------------------------------------
 
 
-def drawn(chart: Chart) -> list[tuple[float, float, float]]:
-    """Left end, height and width of each bar; zeros last."""
-    drawing = drawing_of(chart, chart.panels[0])
-    for bar in drawing.bars:
-        assert bar.y + bar.height == pytest.approx(drawing.bottom)
-        assert drawing.left <= bar.x <= bar.x + bar.width <= drawing.right
-    return [(bar.x, bar.height, bar.width) for bar in drawing.bars]
+def drawn(html: str, what: str) -> list[dict[str, str]]:
+    """The attributes of each element of this name in the only drawing of a page."""
+    (svg,) = re.findall(r'<svg class="histogram".*?</svg>', html, re.S)
+    tags = re.findall(f"<{what} .*?>", svg)
+    return [dict(re.findall(r'([\w-]+)="([^"]*)"', tag)) for tag in tags]
 
 
 def test_bars_stand_where_the_chart_says() -> None:
-    chart = chart_of(histogram({-30: 10, -20: 100, 0: 1000}), 1000, None)
-    drawing = drawing_of(chart, chart.panels[0])
-    (x30, h30, width), (x20, h20, _), (x0, h0, _), (_, zeros, _) = drawn(chart)
+    counts = histogram({-30: 10, -20: 100, 0: 1000})
+    html = render(report(histogram=counts, zeros=1000, scale=None))
+    chart = chart_of(counts, 1000, None)
+    bars = drawn(html, "rect")
+    numbers = [[float(bar[name]) for name in ("x", "y", "width", "height")] for bar in bars]
+    for x, y, width, tall in numbers:
+        assert y + tall == pytest.approx(chart.bottom, abs=0.02)
+        assert chart.left <= x <= x + width <= chart.right
+    (x30, _, width, h30), (x20, _, _, h20), (x0, _, _, h0), (_, _, _, zeros) = numbers
     assert x0 - x20 == pytest.approx(2 * (x20 - x30), abs=0.1)
     assert width == pytest.approx(0.9 * (x0 - x20) / 20, abs=0.1)
     assert h0 - h20 == pytest.approx(h20 - h30, abs=0.1)  # each ten times the one before
     assert zeros == h0
-    lost, normal, overflow = drawing.borders
+    borders = [float(line["x1"]) for line in drawn(html, "line") if line["class"] == "border"]
     per_exponent = (x0 - x20) / 20
-    assert lost == pytest.approx(x0 - 25 * per_exponent, abs=0.1)
-    assert normal == pytest.approx(x0 - 14 * per_exponent, abs=0.1)
-    assert overflow == pytest.approx(x0 + 16 * per_exponent, abs=0.1)
-    assert drawing.right == pytest.approx(x0 + chart.high * per_exponent, abs=0.1)
-    assert [bar.kind for bar in drawing.bars] == ["lost", "subnormal", "normal", "zeros"]
-    texts = [label.text for label in drawing.labels]
-    assert {"zero", "-25", "0", "100%"} <= set(texts)
+    assert borders == pytest.approx([x0 + e * per_exponent for e in (-25, -14, 16)], abs=0.1)
+    assert chart.right == pytest.approx(x0 + chart.high * per_exponent, abs=0.1)
+    assert [bar["class"] for bar in bars] == ["lost", "subnormal", "normal", "zeros"]
+    assert {"zero", "-25", "0", "100%"} <= set(re.findall(r"<text [^>]*>([^<]*)</text>", html))
     # By hand, of 2110, of which 1000 are zero.
     shares = {"become zero": "0.47%", "subnormal": "4.74%", "normal": "47.39%", "overflow": "0.00%"}
-    assert {name: share for _, name, share in drawing.legend} == shares
+    assert dict(re.findall(r"</i>([a-z ]+) <b>([\d.]+%)</b>", html)) == shares

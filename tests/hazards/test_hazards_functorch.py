@@ -17,7 +17,7 @@ from torch.func import grad, grad_and_value, hessian, jacfwd, jacrev, jvp, vjp, 
 
 from mpcompile import MPCompileError, MPOptimizer, mpcompile, train_step
 from mpcompile.ir import spec, units
-from mpcompile.plans import advice
+from mpcompile.plans import compile_log
 from mpcompile.runtime import graph_call
 from mpcompile.scaling import fit_scale
 
@@ -194,7 +194,7 @@ def test_in_a_whole_step(name: str, level: str) -> None:
 
 
 def test_products_that_stay_in_fp32_are_said_once(caplog: pytest.LogCaptureFixture) -> None:
-    advice._say_products_stay.cache_clear()
+    compile_log._say_products_stay.cache_clear()
     for _ in range(2):
         model = mpcompile(Alone(_branches), dtype=torch.float16, emit="eager")
         model(torch.randn(WIDTH, WIDTH))

@@ -43,14 +43,12 @@ def test_functions_are_short() -> None:
 # Where anything may be caught, how often, and why nothing narrower will do.
 BROAD = {
     "mpcompile/backend.py": (2, "a graph that can't be rewritten stays in FP32, whatever fails"),
-    "mpcompile/cli/check.py": (1, "a compiler, or another torch, may raise anything"),
-    "mpcompile/diagnosis/sides.py": (1, "a user's model may fail to copy by anything"),
-    "mpcompile/integrations/export.py": (1, "a user's model may fail to copy by anything"),
+    "mpcompile/runtime/check_module.py": (1, "a user's model may fail to copy by anything"),
+    "mpcompile/cli/machine.py": (1, "a compiler, or another torch, may raise anything"),
     "mpcompile/lower/tracing_settings.py": (1, "Inductor may fail by anything on such sizes"),
     "mpcompile/optim/trace.py": (1, "a user's optimizer may fail to trace by anything"),
     "mpcompile/preview/explain.py": (1, "a user's model may raise anything"),
     "mpcompile/preview/factory.py": (2, "a user's file and factory may raise anything"),
-    "mpcompile/preview/stand_ins.py": (1, "a user's model may fail to copy by anything"),
     "mpcompile/runtime/repair.py": (1, "training goes on where it can't be repaired"),
     "mpcompile/verify/first_call.py": (2, "where verification fails, the training goes on"),
     "mpcompile/verify/verdicts.py": (1, "a program for a report may fail to print by anything"),
@@ -122,7 +120,7 @@ OTHER_VOCABULARIES = {
     "passes/step": "a traced optimizer step, functional",
     "mpcompile/optim": "the same",
     "mpcompile/lower/inference.py": "the same, and whole training steps",
-    "mpcompile/plans/saved_bytes.py": "the forward graph that AOTAutograd parts from the joint",
+    "mpcompile/plans/partitioned.py": "the forward graph that AOTAutograd parts from the joint",
 }
 
 

@@ -19,8 +19,8 @@ from torch._dynamo.utils import counters
 from torch._subclasses.fake_tensor import FakeTensor
 
 from mpcompile import MPOptimizer, compiled_plans, explain, loss_scale_of, mpcompile
-from mpcompile.plans import advice
-from mpcompile.preview.planner import Planner
+from mpcompile.plans import compile_log
+from mpcompile.preview.explain import Planner
 from mpcompile.preview.stand_ins import StandIns
 from mpcompile.runtime import uncalled
 from mpcompile.scaling import guard, parameters
@@ -55,7 +55,7 @@ def state(model: nn.Module) -> dict[str, Any]:
             "changes": parameters.changes(),
             "dynamo": (dict(counters), set(cached_backends)),
             "modes": (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), gc.isenabled()),
-            "low": advice.say_nothing_runs_low.cache_info(),
+            "low": compile_log.say_nothing_runs_low.cache_info(),
         }
     )
 
@@ -116,27 +116,27 @@ def test_the_hint_about_a_slow_device_stays_for_the_compile(
 
     monkeypatch.setattr(CPU, "has_units", lambda *_: False)
     monkeypatch.setenv("MPCOMPILE_PROFILE", "")
-    advice.say_nothing_runs_low.cache_clear()
+    compile_log.say_nothing_runs_low.cache_clear()
     model = nn.Sequential(nn.Linear(8, 8))
     with caplog.at_level(logging.WARNING, "mpcompile"):
         explain(model, torch.ones(4, 8))
         assert "so they stay in FP32" not in caplog.text
         mpcompile(model, emit="eager")(torch.ones(4, 8))
     assert "so they stay in FP32" in caplog.text
-    advice.say_nothing_runs_low.cache_clear()
+    compile_log.say_nothing_runs_low.cache_clear()
 
 
 @pytest.mark.slow("plans of several models")
 def test_nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither what planned, nor the graphs that it planned."""
     kept: list[weakref.ref[Any]] = []
-    plan = Planner.__call__
+    plan = Planner.planned
 
     def spy(self: Planner, gm: Any, example_inputs: Any) -> Any:
         kept.extend(map(weakref.ref, (self, gm)))
         return plan(self, gm, example_inputs)
 
-    monkeypatch.setattr(Planner, "__call__", spy)
+    monkeypatch.setattr(Planner, "planned", spy)
     model, x = Pictures(), MODELS[Pictures]()
     for _ in range(2):
         explain(model, x, dtype=torch.float16)

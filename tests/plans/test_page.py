@@ -16,10 +16,10 @@ from torch import nn
 
 from mpcompile import MPCompileError, explain, plan_for
 from mpcompile.plans.graph_plan import BackwardNode, GraphPlan, Line, PlanNode
-from mpcompile.plans.page.of_plan import aligned, charts_of, render
+from mpcompile.plans.page.render import aligned, charts_of, render
+from mpcompile.plans.partitioned import Saved
 from mpcompile.plans.plan import ModuleLine, Plan
 from mpcompile.plans.plan_text import verdict
-from mpcompile.plans.saved_bytes import Saved
 from mpcompile.plans.tensor_cores import TensorCoreOp, TensorCoreReport
 
 MEGABYTE = 1_000_000
@@ -129,7 +129,7 @@ def test_the_verdict_stands_on_top() -> None:
     """That of `print(plan)`, sentence by sentence."""
     plan = page_plans.resnet_plan()
     texts = Page(render(plan)).texts
-    lines = [line.strip() for line in verdict(plan)]
+    lines = [line.strip() for line in verdict(plan.title, plan.graphs)]
     places = [texts.index(line) for line in lines]
     assert places == sorted(places)
     assert places[0] < texts.index("Operators by precision:")
@@ -234,7 +234,7 @@ def test_a_path_that_cannot_be_written(tmp_path: Path) -> None:
     plan = plan_with(node("exp"))
     (tmp_path / "file").touch()
     for path in (tmp_path / "file" / "plan.html", tmp_path):
-        with pytest.raises(MPCompileError, match=r"can't be written to .*; give the path"):
+        with pytest.raises(MPCompileError, match=r"can't be written: .*; give the path"):
             plan.to_html(path)
     plan.to_html(str(tmp_path / "new" / "plan.html"))
     assert (tmp_path / "new" / "plan.html").read_text(encoding="utf-8") == render(plan)

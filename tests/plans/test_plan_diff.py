@@ -15,7 +15,7 @@ from small_calls import Calls, X, in_two_graphs, net
 from mpcompile import MPCompileError, Policy, plan_for
 from mpcompile.plans import Plan, PlanNode
 from mpcompile.plans.diff import PlanDiff
-from mpcompile.plans.saved_bytes import Saved
+from mpcompile.plans.partitioned import Saved
 
 REWRITTEN, SCALED = "rewritten, gradients not scaled", "rewritten, gradients scaled"
 

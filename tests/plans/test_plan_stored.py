@@ -17,7 +17,7 @@ from mpcompile import MPCompileError, Policy, compiled_plans, mpcompile, plan_fo
 from mpcompile.devices.gpus import GPU
 from mpcompile.plans import GraphPlan, Plan, PlanNode
 from mpcompile.plans.graph_plan import BackwardNode
-from mpcompile.plans.saved_bytes import Saved
+from mpcompile.plans.partitioned import Saved
 from mpcompile.plans.tensor_cores import TensorCoreReport
 
 DTYPES = st.sampled_from([torch.float32, torch.float16, torch.bfloat16, torch.int64])

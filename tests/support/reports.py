@@ -6,7 +6,7 @@ from typing import Any
 
 from mpcompile.diagnosis.report import NodeNumbers, Report, Update
 from mpcompile.observe.fault import Fault, Kind
-from mpcompile.observe.numbers import EXPONENTS, Numbers, Shares
+from mpcompile.observe.record import EXPONENTS, Numbers, Shares
 from mpcompile.plans.graph_plan import GraphPlan, PlanNode
 
 EVIL = "</script><img src=x onerror=alert(1)>"

@@ -9,11 +9,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from mpcompile.torch_inside.graphs import (
-    overload_name,
-    packet_name,
-    schema,
-)
+from mpcompile.torch_inside.graphs import overload_name, packet_name, schema
 from mpcompile.torch_inside.inductor import PRE_FUSION, computes_reads, has_setting
 from mpcompile.torch_inside.modules import (
     COMPILED_CALL,
@@ -33,12 +29,7 @@ from mpcompile.torch_inside.names import (
     meta_utils,
     running_backward,
 )
-from mpcompile.torch_inside.optimizers import (
-    has_hooks,
-    init_group,
-    is_hooked,
-    without_wrappers,
-)
+from mpcompile.torch_inside.optimizers import has_hooks, init_group, is_hooked, without_wrappers
 from mpcompile.torch_inside.private_names import GONE
 from mpcompile.torch_inside.tensors import (
     base_of,

@@ -83,7 +83,8 @@ def import_(name, globals=None, *rest):
     return theirs(name, globals, *rest)
 builtins.__import__ = import_
 from mpcompile import cli
-from mpcompile.torch_inside.private_names import GONE, Part
+from mpcompile.torch_inside.private_names import GONE
+from mpcompile.torch_inside.private_names import Part
 status = cli.main(["check"])
 assert status == 1
 assert {part for part, _ in GONE} == {*Part}

@@ -1,20 +1,124 @@
-"""The page of a plan: the numbers and sentences on top, and the data that the scripts read."""
+"""The file of a page: its template, style, scripts and data in one text; and what is on the page of
+a plan: the numbers and sentences on top, and the data that the scripts read.
+"""
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 import difflib
+import hashlib
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from ..graph_data import BackwardNode, GraphData, Line, PlanNode
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
 from ..grid import scaled
-from ..node_text import dtype_word
-from ..plan_data import PlanData
-from ..plan_text import bytes_by_dtype, has_units, outside, verdict
-from . import app
-from .app import Chart, Note, Part
+from ..partitioned import BackwardNode
+from ..plan_data import GraphData, Line, PlanData, PlanNode
+from ..plan_text import bytes_by_dtype, dtype_word, has_units, outside, verdict
+
+_HERE = Path(__file__).parent
+_SCRIPTS = (
+    "elements.js", "nodes.js", "tree.js", "rows.js", "tables.js", "panel.js", "main.js"
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Tile:
+    """One number, what it is, and what to know about it."""
+
+    label: str
+    value: str
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Part:
+    """One part of a bar: `precision` gives its colour; `amount` is its length, `shown` as text."""
+
+    label: str
+    precision: str
+    amount: float
+    shown: str
+
+
+@dataclass(frozen=True)
+class Chart:
+    """Stacked bars: a title, what they are together, label -> the parts of each bar, and a note."""
+
+    title: str
+    total: str
+    bars: dict[str, list[Part]]
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Note:
+    """Sentences under a title; `warns` if the user should look at them."""
+
+    title: str
+    lines: tuple[str, ...]
+    warns: bool = False
+
+
+@dataclass(frozen=True)
+class Page:
+    """What a page shows.
+
+    Attributes:
+        model, about: its title.
+        facts: what stands beside the title: "level" -> "O1".
+        views: the tabs of the list of nodes, by the names that `rows.js` and `tables.js` have.
+        data: what the scripts read; `data_of` says what is in it.
+        verdict: sentences on top, the most important first.
+        tiles, charts, notes: the summary below it; no note without lines is shown.
+        numbers: what stands on the page of a report alone: "faults" and the histogram.
+    """
+
+    model: str
+    about: str
+    facts: dict[str, str]
+    views: dict[str, str]
+    data: dict[str, Any]
+    notes: list[Note]
+    verdict: tuple[str, ...] = ()
+    tiles: tuple[Tile, ...] = ()
+    charts: tuple[Chart, ...] = ()
+    numbers: dict[str, Any] | None = None
+
+
+def html(page: Page) -> str:
+    """The file of a page; the same text for the same page.
+
+    Its content security policy allows no request, and no style or script but its own, so that a
+    name in the user's program can't become part of the page.
+    """
+    environment = Environment(
+        loader=FileSystemLoader(_HERE),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
+    style, script = _joined("page.css"), _joined(*_SCRIPTS)
+    hashes = {"style_hash": _hash(style), "script_hash": _hash(script)}
+    template = environment.get_template("page.html")
+    return template.render(page=page, style=style, script=script, **hashes)
+
+
+def _joined(*names: str) -> str:
+    return "\n".join((_HERE / name).read_text(encoding="utf-8") for name in names)
+
+
+def _hash(text: str) -> str:
+    """As a content security policy names an inline style or script."""
+    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+
 
 VIEWS = {"decisions": "Decisions", "graph": "Before and after", "backward": "Backward"}
 
@@ -24,20 +128,20 @@ def render(plan: PlanData) -> str:
     facts = {"level": plan.level, "low dtype": ", ".join(_low_dtypes(plan.graphs))}
     facts["device"] = plan.gpu.name if plan.gpu else plan.device
     facts |= {"graphs": str(len(plan.graphs)), "casts": str(plan.casts)}
-    page = app.Page(
+    page = Page(
         model=plan.model,
         about="mixed-precision plan",
         facts={**facts, **plan.versions},
         views=VIEWS,
         data={
-            **data_of(plan.dtype, plan.graphs, units=has_units(plan)),
+            **data_of(plan.dtype, plan.graphs, units=has_units(plan.device, plan.gpu)),
             "modules": list(_modules(plan)),
         },
-        verdict=tuple(line.strip() for line in verdict(plan)),
+        verdict=tuple(line.strip() for line in verdict(plan.title, plan.graphs)),
         charts=tuple(charts_of(plan)),
         notes=_notes(plan),
     )
-    return app.html(page)
+    return html(page)
 
 
 # -- the summary -----------------------------------------------------------------------------------
@@ -54,7 +158,7 @@ def charts_of(plan: PlanData) -> Iterator[Chart]:
     operators = [Part(words[p], p, nodes[p], str(nodes[p])) for p in words if nodes[p]]
     yield Chart("Operators by precision", str(nodes.total()), {"": operators})
     report = plan.tensor_cores
-    if report.flops and has_units(plan):
+    if report.flops and has_units(plan.device, plan.gpu):
         shares = {"as captured": report.share_before, "as compiled": report.share}
         if report.share_before == report.share:
             shares = {"": report.share}

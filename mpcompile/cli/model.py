@@ -1,0 +1,240 @@
+"""The commands about a model of yours: what mpcompile does with it (`plan`, `explain`), and what
+goes wrong in its numbers (`diagnose`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from ..devices.cuda import AbsentGPU
+from ..devices.gpus import GPUS, gpu
+from ..diagnosis.diagnose import diagnose_call
+from ..diagnosis.report import Report
+from ..plans.plan import ENOUGH, Plan
+from ..plans.plan_text import outside, verdict
+from ..preview.explain import plan_call
+from ..settings import OPTIONS
+from .common import (
+    DEFAULTS,
+    LEVELS,
+    Commands,
+    add_option,
+    command,
+    failed,
+    given,
+    made,
+    new_file,
+    number,
+    show,
+    show_tables,
+)
+
+_OPTIONS = tuple(one.name for one in OPTIONS.values() if one.plans)
+_GPUS = f"one of {', '.join(GPUS)}"
+_DIAGNOSE_OPTIONS = (
+    "dtype", "level", "policy", "loss_scale", "fuse_head", "recompute", "disable_passes",
+)  # fmt: skip
+
+
+def add(commands: Commands) -> None:
+    """Add the commands of this file."""
+    _add_explain(
+        commands,
+        "plan",
+        "h100",
+        help="what would be done with your model on a GPU, without one",
+        about="Print what mpcompile would do with a model on a GPU that this machine need not "
+        "have: as `explain`, whose flags it takes.",
+    )
+    _add_explain(
+        commands,
+        "explain",
+        "auto",
+        help="what is done with your model and why; conditions for a CI",
+        about="Print what mpcompile does with a model and why: the precision of each operator, the "
+        "Tensor Core share of the FLOPs, sizes worth changing, graphs left in FP32, graph breaks, "
+        "and the bytes saved for the backward.",
+    )
+    _add_diagnose(commands)
+
+
+def _add_explain(commands: Commands, name: str, device: str, *, help: str, about: str) -> None:
+    """Add `explain`, or the same command for another device."""
+    about += " Nothing is trained. The exit status is 1 if a condition of --fail-... holds."
+    explain = command(commands, name, help=help, about=f"{about} {DEFAULTS}.")
+    explain.add_argument(
+        "--device", default=device, help=f"{_GPUS}, which need not be there; auto: the model's own"
+    )
+    for option in _OPTIONS:
+        own = {"choices": LEVELS} if option == "level" else {}
+        add_option(explain, option, **own)
+    explain.add_argument(
+        "--mp-optimizer",
+        action="store_true",
+        default=argparse.SUPPRESS,
+        help="an MPOptimizer holds the parameters",
+    )
+    explain.add_argument(
+        "--all", action="store_true", help="print each node, with casts and the backward"
+    )
+    explain.add_argument("--json", action="store_true", help="print JSON")
+    explain.add_argument(
+        "--html", type=new_file, metavar="FILE", help="also write the plan as one HTML file"
+    )
+    instead = explain.add_mutually_exclusive_group()
+    instead.add_argument(
+        "--why", metavar="NAME", help="print only why this node or module is what it is"
+    )
+    instead.add_argument(
+        "--diff", type=Path, metavar="JSON", help="print only what differs from that plan"
+    )
+    explain.add_argument(
+        "--fail-under-tensor-core-share",
+        type=_share,
+        metavar="SHARE",
+        help="fail if a smaller share of the FLOPs is eligible for Tensor Cores, 0 to 1",
+    )
+    explain.add_argument(
+        "--fail-on-fp32-fallback",
+        action="store_true",
+        help="fail if a graph stays in FP32, or products run outside of the graphs",
+    )
+    explain.add_argument(
+        "--fail-on-graph-break", action="store_true", help="fail if the program breaks into graphs"
+    )
+    explain.set_defaults(run=_explain)
+
+
+def _share(text: str) -> float:
+    return number(text, lambda n: 0 <= n <= 1, "a share from 0 to 1 is needed, such as 0.95")
+
+
+def _explain(options: argparse.Namespace, console: Console) -> int:
+    other = Plan.load(options.diff) if options.diff else None
+    device = None if options.device == "auto" else options.device
+    if device is not None:
+        gpu(device)  # check before the factory runs
+    model, args, kwargs, _ = made(options)
+    held = given(options, ["mp_optimizer"])
+    with console.status("planning"):
+        plan = plan_call(
+            model, args, kwargs, device=device, options=given(options, _OPTIONS), **held
+        )
+    if options.html:
+        plan.to_html(options.html)
+    if options.why:
+        why = plan.why(options.why)
+        show(console, _json({"why": why}) if options.json else why)
+    elif options.json:
+        show(console, _json((other.diff(plan) if other else plan).to_dict()))
+    elif options.html and other is None:
+        for line in (*verdict(plan.title, plan.graphs), f"written to {options.html}"):
+            console.print(line, highlight=False, markup=False, soft_wrap=True)
+    elif options.all and other is None:
+        show(console, plan.full())
+    else:
+        show_tables(console, other.diff(plan) if other else plan)
+    return failed(_conditions(options, plan))
+
+
+def _json(data: Any) -> str:
+    return json.dumps(data, indent=1)
+
+
+def _conditions(options: argparse.Namespace, plan: Plan) -> Iterator[str]:
+    """The conditions of `--fail-...` that hold, each as a sentence."""
+    least = options.fail_under_tensor_core_share
+    share = plan.tensor_cores.share * plan.share_in_graphs
+    if least is not None and plan.left:
+        yield (
+            "--fail-under-tensor-core-share: the share of a graph that stays in FP32 is not "
+            f"counted: {plan.left[0]}"
+        )
+    elif least and plan.gpu and not AbsentGPU(plan.gpu).has_units(getattr(torch, plan.dtype)):
+        yield (
+            f"--fail-under-tensor-core-share: {plan.gpu.name} has no Tensor Cores for {plan.dtype}"
+        )
+    elif least is not None and share < least:
+        yield (
+            f"--fail-under-tensor-core-share: the Tensor Core share of the FLOPs is {share:.6g}, "
+            f"which is {least - share:.6g} less than {least:g}"
+        )
+    if options.fail_on_fp32_fallback and plan.left:
+        count = f"{len(plan.left)} of {len(plan.graphs)} graphs stay in FP32"
+        yield f"--fail-on-fp32-fallback: {count}: {'; '.join(plan.left)}"
+    if options.fail_on_fp32_fallback and plan.share_in_graphs < ENOUGH:
+        yield f"--fail-on-fp32-fallback: {outside(plan)}"
+    if options.fail_on_graph_break and plan.breaks:
+        yield f"--fail-on-graph-break: {len(plan.breaks)} graph breaks: {'; '.join(plan.breaks)}"
+
+
+def _add_diagnose(commands: Commands) -> None:
+    diagnose = command(
+        commands,
+        "diagnose",
+        help="find the line of your model where a number goes wrong",
+        about="Take a training step of a copy of a model in FP64, in FP32 and as mpcompile "
+        "rewrites it, and report the operators that overflow, underflow or are far off, with their "
+        "lines in your program, and what to keep in FP32. The exit status is 1 if --fail-on-fault "
+        f"is given and something is wrong. {DEFAULTS}.",
+    )
+    own: dict[str, dict[str, Any]] = {
+        "level": {"choices": LEVELS},
+        "loss_scale": {"type": _loss_scale, "metavar": "SCALE"},
+    }
+    for name in _DIAGNOSE_OPTIONS:
+        add_option(diagnose, name, **own.get(name, {}))
+    diagnose.add_argument("--steps", type=int, default=1, help="of AdamW; stops at the first fault")
+    diagnose.add_argument(
+        "--html", type=new_file, metavar="FILE", help="also write the report as one HTML file"
+    )
+    diagnose.add_argument("--json", action="store_true", help="print JSON")
+    diagnose.add_argument(
+        "--fail-on-fault",
+        action="store_true",
+        help="fail if a fault is found, or if the loss is not finite",
+    )
+    diagnose.set_defaults(run=_diagnose)
+
+
+def _loss_scale(text: str) -> float | str:
+    try:
+        return float(text)
+    except ValueError:
+        return text  # a word, which the option's own check reads
+
+
+def _diagnose(options: argparse.Namespace, console: Console) -> int:
+    model, args, kwargs, loss_fn = made(options)
+    with console.status("a step in FP64, in FP32, and as it is rewritten"):
+        report = diagnose_call(
+            model,
+            args,
+            kwargs,
+            loss_fn=loss_fn,
+            steps=options.steps,
+            options=given(options, _DIAGNOSE_OPTIONS),
+        )
+    if options.html:
+        report.to_html(options.html)
+    if options.json:
+        show(console, json.dumps(report.to_dict(), indent=1, allow_nan=False))
+    else:
+        show_tables(console, report)
+    return failed(_faults(report) if options.fail_on_fault else ())
+
+
+def _faults(report: Report) -> Iterator[str]:
+    if report.faults:
+        found = "; ".join(str(fault).splitlines()[0] for fault in report.faults)
+        yield f"--fail-on-fault: faults: {len(report.faults)}: {found}"
+    elif not math.isfinite(loss := report.losses["low"]):
+        yield f"--fail-on-fault: the loss is {loss}"
