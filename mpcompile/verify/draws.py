@@ -18,13 +18,19 @@ from torch import fx
 
 from ..devices.registry import RandomState, unchanged
 from ..torch_inside.names import FakeTensorMode, TracingContext, compile_inner, tracing
-from .reference import is_random
 
-__all__ = ["draw", "drawing_from", "state_of"]
+__all__ = ["draw", "drawing_from", "is_random", "state_of"]
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
+_RANDOM = (prims.inductor_random.default, prims.inductor_randint.default)
 _SEEDS = (-(2**63), 2**63 - 1)  # as Inductor's code draws them
+
+
+def is_random(node: fx.Node) -> bool:
+    """Whether an operator draws random numbers, or seeds for them."""
+    tags = getattr(node.target, "tags", ())
+    return torch.Tag.nondeterministic_seeded in tags or node.target in _RANDOM
 
 
 def state_of(graph: fx.Graph, inputs: Sequence[Any]) -> RandomState | None:

@@ -9,7 +9,7 @@ FP32 is what is judged.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -21,23 +21,18 @@ from torch.utils.flop_counter import flop_registry
 from ..ir.dtypes import HALF
 from ..torch_inside.graphs import schema_of
 from ..torch_inside.names import pytree
+from .draws import draw, is_random
 
 __all__ = [
-    "Draw",
     "Pair",
     "Reference",
     "ancestors",
-    "is_random",
     "why_not",
     "written_inputs",
 ]
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
-Draw = Callable[[fx.Node, Sequence[Any], Mapping[str, Any]], Any]
-"""Gives the random numbers that the compiled program drew at a node."""
-
-_RANDOM = (prims.inductor_random.default, prims.inductor_randint.default)
 _CASTS = (prims.convert_element_type.default, aten._to_copy.default)
 _WIDER = {torch.float32: torch.float64, torch.complex64: torch.complex128}
 
@@ -63,14 +58,12 @@ class Reference:
 
     Attributes:
         wide: what FP16 and BF16 values are in the wide run: FP32, or FP64 for those of FP32, too.
-        draw: see `Draw`.
         jitter: moves each result of the run in the graph's dtypes by up to a rounding, at random:
             another of the results that rounding may give. None: none is moved.
         slow: dtypes that the device multiplies slowly: it multiplies in FP32 and rounds once.
     """
 
     wide: torch.dtype
-    draw: Draw
     jitter: torch.Generator | None = None
     slow: frozenset[torch.dtype] = frozenset()
 
@@ -134,7 +127,7 @@ class Reference:
             return Pair(low, low if wide is low else wide.copy_(value.wide), max(eps, _eps(low)))
         args, kwargs = _arguments(node, env, 0)
         if is_random(node):
-            return self.pair(self.draw(node, args, kwargs), eps)
+            return self.pair(draw(node, args, kwargs), eps)
         low = self._low(node, args, kwargs)
         eps = max(eps, *map(_eps, pytree.tree_leaves(low)), 0.0)
         same = all(pair.same for pair in read)
@@ -210,12 +203,6 @@ def ancestors(nodes: Collection[fx.Node], known: Collection[fx.Node] = ()) -> se
 def is_product(node: fx.Node) -> bool:
     """Whether an operator multiplies matrices, convolves or attends: a library does it."""
     return getattr(node.target, "overloadpacket", None) in flop_registry
-
-
-def is_random(node: fx.Node) -> bool:
-    """Whether an operator draws random numbers, or seeds for them."""
-    tags = getattr(node.target, "tags", ())
-    return torch.Tag.nondeterministic_seeded in tags or node.target in _RANDOM
 
 
 def why_not(graph: fx.Graph) -> str | None:

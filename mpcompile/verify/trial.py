@@ -19,9 +19,9 @@ from torch import fx
 from .. import ir
 from ..devices.registry import RandomState, capabilities
 from . import judge
-from .draws import draw, drawing_from
+from .draws import drawing_from, is_random
 from .judge import Errors
-from .reference import Pair, Reference, ancestors, is_product, is_random, written_inputs
+from .reference import Pair, Reference, ancestors, is_product, written_inputs
 
 __all__ = ["Found", "Trial"]
 
@@ -229,7 +229,7 @@ class Trial:
         ]
 
     def _reference(self, wide: torch.dtype, jitter: torch.Generator | None = None) -> Reference:
-        return Reference(wide, draw, jitter, self._slow)
+        return Reference(wide, jitter, self._slow)
 
     def _numbers(self, only: Collection[int] | None) -> dict[fx.Node, list[int]]:
         found: dict[fx.Node, list[int]] = {}
