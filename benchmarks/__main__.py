@@ -27,10 +27,8 @@ from types import ModuleType
 import torch
 
 import benchmarks
-
-from .harness.checking import ALIKE, check, committed, ratios_of
-from .harness.record import environment
-from .harness.report import RESULTS, SCRATCH, Report, Settings, Table
+from benchmarks.harness.checking import ALIKE, check, committed, ratios_of
+from benchmarks.harness.report import RESULTS, SCRATCH, Report, Settings, Table, environment
 
 _BESIDE = (
     "__main__",
@@ -39,6 +37,7 @@ _BESIDE = (
     "digits",
     "emucuda",
     "fakecuda",
+    "figures",
     "gpu",
     "gpu_steps",
     "harness",

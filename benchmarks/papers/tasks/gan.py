@@ -21,11 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.digits import digits
-
-from ..task import Metrics, Task
-from ..ways import Trainer
-
-__all__ = ["DCGAN", "frechet_distance"]
+from benchmarks.harness.ways import Trainer
+from benchmarks.papers.task import Metrics, Task
 
 BATCH = 64
 NOISE = 32
