@@ -8,7 +8,7 @@ torch.compile, and what a user of PyTorch would write to send FP16: a communicat
 the engine made, at O1 and O2, with AdamW as it is or in an `MPOptimizer`; everything in FP16.
 
 Whatever sends leaves an event in the profiler with its size and its dtype: DDP's reducer in C++,
-FSDP, a norm over shards, and what we add (`benchmarks/distributed/counting.py`). An event that is
+FSDP, a norm over shards, and what we add (`sent_in`). An event that is
 not understood is an error, and so are ranks or steps that differ.
 """
 
@@ -38,8 +38,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.harness.report import Report, Settings, Table, environment, paragraphs, plain
+from benchmarks.harness.ways import AutocastTrainer, Trainer, Way
 from benchmarks.models import GPT2, Sample
-from mpcompile import MPOptimizer, mpcompile
 
 DEVICES = ("cpu",)  # two processes with one GPU each: more than a machine of ours has
 
@@ -92,7 +92,7 @@ class Work:
 
 @dataclasses.dataclass(frozen=True)
 class Arm:
-    """One training. `start(model)` returns its step, which takes a batch."""
+    """One training."""
 
     engine: str
     way: str
@@ -105,8 +105,35 @@ class Arm:
     def start(self, work: Work) -> Step:
         """Make model and optimizer, the same on all ranks; return one step of training."""
         torch.manual_seed(0)
-        model = work.model()
-        return (_ours if self.way in OURS else _peer)(self, model)
+        trainer = _trainer(self.way)
+        model = trainer.model(_distributed(self, work.model()))
+        adamw = functools.partial(torch.optim.AdamW, lr=1e-3)
+        parameters = [*model.parameters()]
+        optimizer = trainer.optimizer(adamw, parameters, NORM if self.clips else None)
+
+        def step(batch: Sequence[Tensor]) -> None:
+            with trainer.forward():
+                loss = model(*batch)
+            trainer.backward(loss)
+            trainer.update(optimizer)
+
+        return step
+
+
+class _ByPolicy(AutocastTrainer):
+    """FSDP2 casts what autocast would; the gradients have a GradScaler."""
+
+    def forward(self) -> contextlib.AbstractContextManager[Any]:
+        return contextlib.nullcontext()
+
+
+def _trainer(way: str) -> Trainer:
+    cpu = torch.device("cpu")
+    if way in OURS:
+        level, generated = OURS[way]
+        return Trainer(Way(way, LOW, level, generated=generated), "eager", cpu)
+    peer = Way(way, LOW, compiled=way == AUTOCAST)
+    return (_ByPolicy if way == LOW_PEER[FSDP] else AutocastTrainer)(peer, "aot_eager", cpu)
 
 
 def _distributed(arm: Arm, model: nn.Module) -> nn.Module:
@@ -121,49 +148,6 @@ def _distributed(arm: Arm, model: nn.Module) -> nn.Module:
     for layer in layers:
         fully_shard(layer, mp_policy=policy)
     return fully_shard(model, mp_policy=policy)
-
-
-def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=1e-3)
-
-
-def _peer(arm: Arm, model: nn.Module) -> Step:
-    model = _distributed(arm, model)
-    if arm.way == AUTOCAST:
-        model.compile(backend="aot_eager")
-    optimizer = _optimizer(model)
-    scaler = torch.amp.GradScaler("cpu")
-    autocasts = arm.way != LOW_PEER[FSDP]
-
-    def step(batch: Sequence[Tensor]) -> None:
-        optimizer.zero_grad()
-        with torch.autocast("cpu", LOW, enabled=autocasts):
-            loss = model(*batch)
-        scaler.scale(loss).backward()
-        if arm.clips:
-            scaler.unscale_(optimizer)
-            nn.utils.clip_grad_norm_(model.parameters(), NORM)
-        scaler.step(optimizer)
-        scaler.update()
-
-    return step
-
-
-def _ours(arm: Arm, model: nn.Module) -> Step:
-    level, generated = OURS[arm.way]
-    model = mpcompile(_distributed(arm, model), level=level, dtype=LOW, emit="eager", strict=True)
-    optimizer = _optimizer(model)
-    if generated:
-        optimizer = MPOptimizer(optimizer, max_grad_norm=NORM if arm.clips else None, emit="eager")
-
-    def step(batch: Sequence[Tensor]) -> None:
-        optimizer.zero_grad()
-        model(*batch).backward()
-        if arm.clips and not generated:
-            nn.utils.clip_grad_norm_(model.parameters(), NORM)
-        optimizer.step()
-
-    return step
 
 
 ARMS = tuple(

@@ -106,24 +106,17 @@ class Found:
     error: str = ""
 
 
-def _eager(model: nn.Module, dtype: torch.dtype) -> Callable[[Tensor], Any]:
+def _autocast(call: Callable[[Tensor], Any], dtype: torch.dtype) -> Callable[[Tensor], Any]:
     def step(x: Tensor) -> None:
-        with torch.autocast("cpu", dtype):
-            loss = model(x)
+        with torch._dynamo.config.patch(trace_autograd_ops=True), torch.autocast("cpu", dtype):
+            loss = call(x)
         loss.backward()
 
     return step
 
 
 def _compiled(model: nn.Module, dtype: torch.dtype) -> Callable[[Tensor], Any]:
-    whole = torch.compile(lambda x: model(x), backend="aot_eager")
-
-    def step(x: Tensor) -> None:
-        with torch._dynamo.config.patch(trace_autograd_ops=True), torch.autocast("cpu", dtype):
-            loss = whole(x)
-        loss.backward()
-
-    return step
+    return _autocast(torch.compile(lambda x: model(x), backend="aot_eager"), dtype)
 
 
 def _model(model: nn.Module, dtype: torch.dtype) -> Callable[[Tensor], Any]:
@@ -159,7 +152,7 @@ def _step(model: nn.Module, dtype: torch.dtype) -> Callable[[Tensor], Any]:
 
 
 WAYS: dict[str, Callable[[nn.Module, torch.dtype], Callable[[Tensor], Any]]] = {
-    "eager autocast": _eager,
+    "eager autocast": _autocast,
     "compile + autocast": _compiled,
     "mpcompile(model)": _model,
     "mpcompile(step)": _step,
