@@ -147,7 +147,11 @@ def _check(reruns: Mapping[str, Callable[[torch.device], Report]], device: torch
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=benchmarks.__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks",
+        description=benchmarks.__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("list", help="name every benchmark")
     run = commands.add_parser("run", help="run benchmarks and write their reports")

@@ -50,7 +50,10 @@ def run(settings: Settings) -> Report:
         }
         for word, dtype in dtypes.items()
     }
-    ours = [f for by_name in found.values() for ways in by_name.values() for f in _ours(ways)]
+    ours = [
+        f for by_name in found.values() for ways in by_name.values()
+        for way, f in ways.items() if way.startswith("mpcompile")
+    ]  # fmt: skip
     return Report(
         f"second_order_{settings.device.type}",
         "Derivatives inside of what is compiled",
@@ -66,10 +69,6 @@ def run(settings: Settings) -> Report:
         {"found": plain(found)},
         record,
     )  # fmt: skip
-
-
-def _ours(ways: dict[str, Found]) -> list[Found]:
-    return [found for way, found in ways.items() if way.startswith("mpcompile")]
 
 
 def _cell(found: Found) -> str:
@@ -121,11 +120,7 @@ def _compiled(model: nn.Module, dtype: torch.dtype) -> Callable[[Tensor], Any]:
 
 def _model(model: nn.Module, dtype: torch.dtype) -> Callable[[Tensor], Any]:
     mpcompile(model, dtype=dtype, emit="aot_eager")
-
-    def step(x: Tensor) -> None:
-        model(x).backward()
-
-    return step
+    return lambda x: model(x).backward()
 
 
 def _step(model: nn.Module, dtype: torch.dtype) -> Callable[[Tensor], Any]:

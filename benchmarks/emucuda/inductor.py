@@ -4,7 +4,7 @@
 
 Everything up to the kernels' source is as on a GPU. A kernel is run where it would be launched:
 its programs one after the other, over the device's memory, which is the host's. Times can't be
-measured, so of several block sizes the first is taken; and blocks are made larger (`blocks.py`).
+measured, so of several block sizes the first is taken; and blocks are made larger (`larger`).
 
 Torch internals used here were read in torch 2.13, Triton's in 3.7.
 """

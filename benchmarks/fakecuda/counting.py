@@ -128,7 +128,7 @@ class _Eager(TorchDispatchMode):
 # The kernels of operators that run by themselves, outside of what Inductor compiles.
 #
 # An operator is one kernel, which reads its operands on the device and writes its results. Views
-# and empty tensors are none. The multi-tensor operators take lists (`multi_tensor.py`). What each
+# and empty tensors are none. The multi-tensor operators take lists (`launches_of`). What each
 # moves is stated in its own source:
 #
 # * `_fused_adamw_`: reads p, g, m, v and writes p, m, v: 28 bytes for each FP32 parameter. Under

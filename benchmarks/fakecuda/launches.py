@@ -4,7 +4,7 @@ A kernel that Inductor generates is a node of the scheduler, after fusion. Its b
 node reads and writes, each buffer once and no more than there is of it: Inductor's own count
 (`get_read_write_buffer_accesses`). A library's kernel (a matrix product, a convolution, attention)
 moves its operands and results; the images of a convolution may have to be transposed beside it
-(`transposes.py`).
+(`cuda_parts/transposes.py`).
 
 Torch internals used here were read in torch 2.13.
 """

@@ -1,6 +1,6 @@
 """Every training of every row: each row in a process of its own, two rows at a time on two cores.
 
-A row that is done is kept (`store.py`): a run that was interrupted goes on where it was.
+A row that is done is kept (`Store`): a run that was interrupted goes on where it was.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ import pytest
 import torch
 from repository import ROOT
 
-from benchmarks import conv, gpt, optimizer_step, padding, parity, small, step_times
+from benchmarks import conv, gpt, padding, parity, small, step_times
 from benchmarks.__main__ import main, registry
 from benchmarks.first_steps import measure as first_steps
 from benchmarks.first_steps.trainings import TINY as TINY_TRAININGS
@@ -21,6 +21,7 @@ from benchmarks.gpt import make_report, measure_all, verdicts
 from benchmarks.harness.processes import call_elsewhere, calls_elsewhere, cold_and_warm
 from benchmarks.harness.report import Report, Settings, Table, environment, paragraphs, plain
 from benchmarks.harness.timing import Arm, far_behind, ratio, summarize, take_turns
+from benchmarks.optimizer_step import measure as optimizer_step
 from benchmarks.papers.rule import deviations
 from benchmarks.saved_bytes import count as cases
 from benchmarks.saved_bytes import excess
