@@ -6,13 +6,14 @@ import dataclasses
 import itertools
 import statistics
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.digits import Split, digits
+from benchmarks.harness.timing import spans
 from mpcompile import loss_scale_of, mpcompile
 
 CPU = torch.device("cpu")
@@ -103,16 +104,10 @@ def _train(
         before=before,
         after=_held_out(model, loss, test),
         steps=len(losses),
-        curve=_spans(losses),
+        curve=spans(losses, 40),
         shares={name: statistics.fmean(one[name] for one in measured) for name in measured[0]},
         skipped_steps=loss_scale_of(model).skipped_steps if scaled else 0,
     )
-
-
-def _spans(values: Sequence[float], count: int = 40) -> list[float]:
-    """Means over `count` equal spans, or fewer where there are fewer values."""
-    size = max(1, len(values) // count)
-    return [statistics.fmean(values[i : i + size]) for i in range(0, len(values), size)]
 
 
 def _mixed(model: nn.Module, loss_scale: str | float) -> None:

@@ -19,11 +19,14 @@ from benchmarks.models import (
     Attention,
     BERTEncoder,
     Detector,
+    Discriminator,
+    Generator,
     Recommender,
     Sample,
     Tagger,
     UNet,
     ViT,
+    drawn_as_dcgan,
     resnet18,
     resnet50,
 )
@@ -118,26 +121,6 @@ def tanh_net(inputs: int = 32, width: int = 64, outputs: int = 1) -> nn.Module:
     return nn.Sequential(nn.Linear(inputs, width), nn.Tanh(), nn.Linear(width, outputs))
 
 
-def gan_models() -> tuple[nn.Module, nn.Module]:
-    """DCGAN (Radford et al., 2016) for 16 x 16 images, initialised as in PyTorch's tutorial."""
-    generator = nn.Sequential(
-        nn.ConvTranspose2d(16, 32, 4, bias=False), nn.BatchNorm2d(32), nn.ReLU(),
-        nn.ConvTranspose2d(32, 16, 4, 2, 1, bias=False), nn.BatchNorm2d(16), nn.ReLU(),
-        nn.ConvTranspose2d(16, 1, 4, 2, 1, bias=False), nn.Tanh(),
-    )  # fmt: skip
-    discriminator = nn.Sequential(
-        nn.Conv2d(1, 16, 4, 2, 1, bias=False), nn.LeakyReLU(0.2),
-        nn.Conv2d(16, 32, 4, 2, 1, bias=False), nn.BatchNorm2d(32), nn.LeakyReLU(0.2),
-        nn.Conv2d(32, 1, 4, bias=False), nn.Flatten(0), nn.Sigmoid(),
-    )  # fmt: skip
-    for module in (*generator, *discriminator):
-        if isinstance(module, (nn.Conv2d, nn.ConvTranspose2d)):
-            nn.init.normal_(module.weight, 0.0, 0.02)
-        elif isinstance(module, nn.BatchNorm2d):
-            nn.init.normal_(module.weight, 1.0, 0.02)
-    return generator, discriminator
-
-
 # -- trainings -------------------------------------------------------------------------------------
 
 STEPS = 20
@@ -224,8 +207,10 @@ def _text(config: GPTConfig, batch: int) -> Callable[[], Sequence[Tensor]]:
 
 
 def _gan(prepare: Prepare, device: torch.device, steps: int) -> Iterator[Tensor]:
-    """The tutorial's loop; yields the sum of the three losses."""
-    generator, discriminator = gan_models()
+    """PyTorch's tutorial on DCGAN, for images of 16 x 16; yields the sum of the three losses."""
+    made = Generator(noise=16, width=16, levels=2, channels=1)
+    generator, judge = map(drawn_as_dcgan, (made, Discriminator(width=16, levels=2, channels=1)))
+    discriminator = nn.Sequential(judge, nn.Sigmoid())
     images = torch.rand(BATCHES, 16, 1, 16, 16, device=device) * 2 - 1
     noise = torch.randn(BATCHES, 16, 16, 1, 1, device=device)
     ones, zeros = torch.ones(16, device=device), torch.zeros(16, device=device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
@@ -166,3 +167,9 @@ def ratio(
         low=float(low),
         high=float(high),
     )
+
+
+def spans(values: Sequence[float], count: int = 50) -> list[float]:
+    """Means over `count` equal spans, or fewer where there are fewer values."""
+    size = max(1, len(values) // count)
+    return [statistics.fmean(values[i : i + size]) for i in range(0, len(values), size)]

@@ -13,6 +13,7 @@ from benchmarks.models.images import (
     Recommender,
     ResNet,
     UNet,
+    drawn_as_dcgan,
     resnet18,
     resnet50,
 )
@@ -33,6 +34,7 @@ __all__ = [
     "Tagger",
     "UNet",
     "ViT",
+    "drawn_as_dcgan",
     "resnet18",
     "resnet50",
 ]

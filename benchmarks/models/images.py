@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+Model = TypeVar("Model", bound=nn.Module)
 
 
 def _conv_norm(into: int, out: int, kernel: int, stride: int = 1) -> nn.Sequential:
@@ -116,17 +119,23 @@ class UNet(nn.Module):
 
 
 class Generator(nn.Module):
-    """DCGAN's generator (Radford et al., 2016): (B, noise, 1, 1) -> (B, 3, 64, 64) images."""
+    """DCGAN's generator (Radford et al., 2016): (B, noise, 1, 1) -> images (B, channels, S, S) from
+    -1 to 1; S is `first`, doubled `levels` times: 64 in the original.
+    """
 
-    def __init__(self, *, noise: int = 100, width: int = 64) -> None:
+    def __init__(
+        self, *, noise: int = 100, width: int = 64, levels: int = 4, channels: int = 3,
+        first: int = 4,
+    ) -> None:  # fmt: skip
         super().__init__()
         layers: list[nn.Module] = []
-        widths = [noise, *(width * 2**level for level in (3, 2, 1, 0))]
+        widths = [noise, *(width * 2**level for level in reversed(range(levels)))]
         for place, (into, out) in enumerate(itertools.pairwise(widths)):
-            stride, padding = (2, 1) if place else (1, 0)
-            conv = nn.ConvTranspose2d(into, out, 4, stride, padding, bias=False)
+            kernel, stride, padding = (4, 2, 1) if place else (first, 1, 0)
+            conv = nn.ConvTranspose2d(into, out, kernel, stride, padding, bias=False)
             layers += [conv, nn.BatchNorm2d(out), nn.ReLU(inplace=True)]
-        self.layers = nn.Sequential(*layers, nn.ConvTranspose2d(width, 3, 4, 2, 1, bias=False))
+        last = nn.ConvTranspose2d(width, channels, 4, 2, 1, bias=False)
+        self.layers = nn.Sequential(*layers, last)
 
     def forward(self, noise: Tensor) -> Tensor:
         result: Tensor = self.layers(noise).tanh()
@@ -134,20 +143,33 @@ class Generator(nn.Module):
 
 
 class Discriminator(nn.Module):
-    """DCGAN's discriminator: (B, 3, 64, 64) images -> (B,), before the sigmoid."""
+    """DCGAN's discriminator: (B, channels, S, S) images -> (B,), before the sigmoid; S as above."""
 
-    def __init__(self, *, width: int = 64) -> None:
+    def __init__(
+        self, *, width: int = 64, levels: int = 4, channels: int = 3, last: int = 4
+    ) -> None:
         super().__init__()
-        layers: list[nn.Module] = [nn.Conv2d(3, width, 4, 2, 1, bias=False), nn.LeakyReLU(0.2)]
-        for level in range(3):
-            into, out = width * 2**level, width * 2 ** (level + 1)
+        stem = nn.Conv2d(channels, width, 4, 2, 1, bias=False)
+        layers: list[nn.Module] = [stem, nn.LeakyReLU(0.2)]
+        widths = [width * 2**level for level in range(levels)]
+        for into, out in itertools.pairwise(widths):
             conv = nn.Conv2d(into, out, 4, 2, 1, bias=False)
             layers += [conv, nn.BatchNorm2d(out), nn.LeakyReLU(0.2, inplace=True)]
-        self.layers = nn.Sequential(*layers, nn.Conv2d(8 * width, 1, 4, 1, 0, bias=False))
+        self.layers = nn.Sequential(*layers, nn.Conv2d(widths[-1], 1, last, 1, 0, bias=False))
 
     def forward(self, images: Tensor) -> Tensor:
         result: Tensor = self.layers(images).flatten()
         return result
+
+
+def drawn_as_dcgan(model: Model) -> Model:
+    """The same model, its weights drawn with DCGAN's deviation of 0.02."""
+    for layer in model.modules():
+        if isinstance(layer, (nn.Conv2d, nn.ConvTranspose2d)):
+            nn.init.normal_(layer.weight, 0.0, 0.02)
+        elif isinstance(layer, nn.BatchNorm2d):
+            nn.init.normal_(layer.weight, 1.0, 0.02)
+    return model
 
 
 # -- odd -------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from benchmarks.harness.timing import spans
 from benchmarks.harness.ways import Trainer, Way, trainer_for
 
 FP32 = Way("FP32")
@@ -203,9 +204,3 @@ def train(
         scales=trainer.scales(),
         seconds=time.perf_counter() - start,
     )
-
-
-def spans(values: Sequence[float], count: int = 50) -> list[float]:
-    """Means over `count` equal spans, or fewer where there are fewer values."""
-    size = max(1, len(values) // count)
-    return [statistics.fmean(values[i : i + size]) for i in range(0, len(values), size)]

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from benchmarks import figures
 from benchmarks.gpu.__main__ import ROWS as PAPERS_ROWS
 from benchmarks.harness.report import plain
+from benchmarks.harness.timing import spans
 from benchmarks.harness.ways import Trainer, Way
 from benchmarks.papers import report as reports
 from benchmarks.papers import rows
@@ -25,7 +26,7 @@ from benchmarks.papers.again import SIGNIFICANT, chances, corrected, look_again,
 from benchmarks.papers.report import OFF, Histogram, make_report
 from benchmarks.papers.rows import Kept, Row, Store
 from benchmarks.papers.rule import compare
-from benchmarks.papers.task import FP32, QUALITY, Metrics, Outcome, Probe, Task, spans, train
+from benchmarks.papers.task import FP32, QUALITY, Metrics, Outcome, Probe, Task, train
 from benchmarks.papers.tasks import AS_AVERAGED, ROWS, TASKS
 from mpcompile.observe.record import EXPONENTS
 from mpcompile.whole_step.train_step import goes_backward
