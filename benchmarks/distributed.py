@@ -49,8 +49,14 @@ def run(settings: Settings) -> Report:
     record = environment(settings.device)
     work = TINY if settings.quick else WORK
     found = measure_all(work, ARMS)
-    return make_report(
-        f"distributed_{settings.device.type}", paragraphs(__doc__), work, found, record
+    return Report(
+        name=f"distributed_{settings.device.type}",
+        title="What a training step sends",
+        notes=[*paragraphs(__doc__), *_notes(work)],
+        tables=[_table(engine, clips, found) for engine in (DDP, FSDP) for clips in (False, True)],
+        verdicts=verdicts(found),
+        data={"counted": plain(found)},
+        environment=record,
     )
 
 
@@ -323,25 +329,6 @@ def _count(arm: Arm, work: Work, rank: int) -> Counted:
 
 # -- report ----------------------------------------------------------------------------------------
 # What each arm sends beside its peer, and verdicts.
-
-
-def make_report(
-    name: str,
-    notes: Sequence[str],
-    work: Work,
-    found: Mapping[str, Counted],
-    record: Mapping[str, str],
-) -> Report:
-    """The whole report; `record` says what was measured on, as `environment` does."""
-    return Report(
-        name=name,
-        title="What a training step sends",
-        notes=[*notes, *_notes(work)],
-        tables=[_table(engine, clips, found) for engine in (DDP, FSDP) for clips in (False, True)],
-        verdicts=verdicts(found),
-        data={"counted": plain(found)},
-        environment=record,
-    )
 
 
 def _notes(work: Work) -> list[str]:

@@ -32,7 +32,16 @@ def run(settings: Settings) -> Report:
     full = CUDA if device.type == "cuda" else CPU
     work = TINY if settings.quick else full
     record = environment(device)
-    return make_report(work, device, measure_all(work, device), record)
+    found = measure_all(work, device)
+    return Report(
+        name=f"padding_{device.type}",
+        title=f"Padding for Tensor Cores on {where(device)}",
+        notes=_notes(work, device),
+        tables=[_times(found), _ratios(found), _shares(found)],
+        verdicts=_verdicts(found, device),
+        data={"rounds": work.rounds, "models": plain(found)},
+        environment=record,
+    )
 
 
 # -- measure ---------------------------------------------------------------------------------------
@@ -162,21 +171,6 @@ OVERHEAD = 0.03
 """What "auto" may cost on a CPU: of the step's time, and of the first step's."""
 OVER_PEERS = 1.0
 """On CUDA, "auto" over the better peer."""
-
-
-def make_report(
-    work: Work, device: torch.device, found: Mapping[str, Found], record: Mapping[str, str]
-) -> Report:
-    """The whole report; `record` says what was measured on, as `environment` does."""
-    return Report(
-        name=f"padding_{device.type}",
-        title=f"Padding for Tensor Cores on {where(device)}",
-        notes=_notes(work, device),
-        tables=[_times(found), _ratios(found), _shares(found)],
-        verdicts=_verdicts(found, device),
-        data={"rounds": work.rounds, "models": plain(found)},
-        environment=record,
-    )
 
 
 def _notes(work: Work, device: torch.device) -> list[str]:

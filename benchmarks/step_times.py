@@ -34,8 +34,25 @@ def compare(
     """Time each model under every arm, one model after the other; `name` is the benchmark's."""
     record = environment(device)
     found = measure_all(work, device)
-    full_name, full_title = f"{name}_{device.type}", f"{title} on {where(device)}"
-    return make_report(full_name, full_title, notes, work, found, record)
+    ratios = {model: over_better(samples) for model, samples in found.seconds.items()}
+    return Report(
+        name=f"{name}_{device.type}",
+        title=f"{title} on {where(device)}",
+        notes=[*notes, _how(work), *found.left_out],
+        tables=[_times(found), _ratios(ratios)],
+        verdicts=_verdicts(ratios),
+        data={
+            "rounds": work.rounds,
+            "steps": {model.name: model.steps for model in work.models},
+            "first_loss": found.losses,
+            "seconds_per_step": found.seconds,
+            "ratios": {
+                model: {f"{arm} over {base}": plain(r) for arm, r in group.items()}
+                for model, (base, group) in ratios.items()
+            },
+        },
+        environment=record,
+    )
 
 
 # -- measure ---------------------------------------------------------------------------------------
@@ -157,36 +174,6 @@ class Begun:
 
 OVER_BETTER = 0.98
 """Each level of ours over the better peer: no slower, up to what a run can tell apart."""
-
-
-def make_report(
-    name: str,
-    title: str,
-    notes: Sequence[str],
-    work: Work,
-    found: Measured,
-    record: Mapping[str, str],
-) -> Report:
-    """The whole report; `record` says what was measured on, as `environment` does."""
-    ratios = {model: over_better(samples) for model, samples in found.seconds.items()}
-    return Report(
-        name=name,
-        title=title,
-        notes=[*notes, _how(work), *found.left_out],
-        tables=[_times(found), _ratios(ratios)],
-        verdicts=_verdicts(ratios),
-        data={
-            "rounds": work.rounds,
-            "steps": {model.name: model.steps for model in work.models},
-            "first_loss": found.losses,
-            "seconds_per_step": found.seconds,
-            "ratios": {
-                model: {f"{arm} over {base}": plain(r) for arm, r in group.items()}
-                for model, (base, group) in ratios.items()
-            },
-        },
-        environment=record,
-    )
 
 
 def over_better(samples: Mapping[str, list[float]]) -> tuple[str, dict[str, Ratio]]:

@@ -20,7 +20,6 @@ share FP16 rounds to zero: all those below 2^-25 over the loss scale.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from benchmarks.ablations.training import (
@@ -67,7 +66,23 @@ def run(settings: Settings) -> Report:
         f"{', '.join(map(str, seeds))}. Losses are over held-out digits, by an eager FP32 "
         "forward. Figure: docs/figures/ablations.svg.",
     ]
-    return make_report(f"ablations_{device.type}", notes, stored, scaled, gradients, record)
+    return _Illustrated(
+        name=f"ablations_{device.type}",
+        title="What master weights and loss scaling are for",
+        notes=notes,
+        tables=[
+            _table("Without master weights", stored),
+            _table("Without loss scaling", scaled),
+            _lost_table(gradients),
+        ],
+        verdicts={**stored_verdicts(stored), **scaled_verdicts(scaled)},
+        data={
+            "master weights": plain(stored),
+            "loss scaling": plain(scaled),
+            "activation gradients, share by octave": gradients.shares(),
+        },
+        environment=record,
+    )
 
 
 # -- report ----------------------------------------------------------------------------------------
@@ -84,39 +99,6 @@ class _Illustrated(Report):
         figure.parent.mkdir(parents=True, exist_ok=True)
         draw_ablations(figure, self.data)
         return [*super().write(directory), figure]
-
-
-def make_report(
-    name: str,
-    notes: Sequence[str],
-    stored: Results,
-    scaled: Results,
-    gradients: Magnitudes,
-    record: Mapping[str, str],
-) -> Report:
-    """The whole report; `record` says what was measured on, as `environment` does.
-
-    Args:
-        stored, scaled: the outcomes of the first and of the second ablation.
-        gradients: those of all layers' outputs, in the FP32 runs of the second.
-    """
-    return _Illustrated(
-        name=name,
-        title="What master weights and loss scaling are for",
-        notes=notes,
-        tables=[
-            _table("Without master weights", stored),
-            _table("Without loss scaling", scaled),
-            _lost_table(gradients),
-        ],
-        verdicts={**stored_verdicts(stored), **scaled_verdicts(scaled)},
-        data={
-            "master weights": plain(stored),
-            "loss scaling": plain(scaled),
-            "activation gradients, share by octave": gradients.shares(),
-        },
-        environment=record,
-    )
 
 
 def _table(title: str, results: Results) -> Table:

@@ -24,7 +24,6 @@ from benchmarks.first_steps.measure import (
     FP32,
     LEVELS,
     ROUNDED,
-    Measured,
     Run,
     arm,
     measure_all,
@@ -39,29 +38,11 @@ def run(settings: Settings) -> Report:
     work = TINY if settings.quick else WORK
     record = environment(device)
     found = measure_all(work, device)
-    return make_report(f"first_steps_{device.type}", paragraphs(__doc__), work, found, record)
-
-
-# -- report ----------------------------------------------------------------------------------------
-# Losses beside those in FP32, verdicts and tables.
-
-SHARE = 0.9
-"""Of the models, that skip no step with the default scale."""
-
-
-MOST = {REGIONAL: 1.2, STEP: 1.5}
-"""How many times as long as the peer's first step one may take."""
-
-
-def make_report(
-    name: str, notes: Sequence[str], work: Work, found: Measured, record: Mapping[str, str]
-) -> Report:
-    """The whole report; `record` says what was measured on, as `environment` does."""
     runs = found.runs
     return Report(
-        name=name,
+        name=f"first_steps_{device.type}",
         title="The first steps in FP16",
-        notes=[*notes, *_how(work)],
+        notes=[*paragraphs(__doc__), *_how(work)],
         tables=[
             *(_table(level, runs) for level in LEVELS),
             _again_table(runs),
@@ -80,6 +61,17 @@ def make_report(
         },
         environment=record,
     )
+
+
+# -- report ----------------------------------------------------------------------------------------
+# Losses beside those in FP32, verdicts and tables.
+
+SHARE = 0.9
+"""Of the models, that skip no step with the default scale."""
+
+
+MOST = {REGIONAL: 1.2, STEP: 1.5}
+"""How many times as long as the peer's first step one may take."""
 
 
 def difference(group: Mapping[str, Run], arm: str) -> float:

@@ -18,8 +18,6 @@ once and each target written once; those of the peers are arithmetic, the reason
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-
 import torch
 
 from benchmarks.harness.report import Report, Settings, Table, environment, paragraphs, plain
@@ -31,7 +29,6 @@ from benchmarks.optimizer_step.measure import (
     Measured,
     Ours,
     Peer,
-    Work,
     measure_all,
     work_for,
 )
@@ -42,32 +39,13 @@ def run(settings: Settings) -> Report:
     device = settings.device
     work = TINY if settings.quick else work_for(device)
     record = environment(device)
-    return make_report(paragraphs(__doc__), work, device, measure_all(work, device), record)
-
-
-IDEAL = 30
-"""Bytes per parameter: a low gradient read twice (4), parameter and moments read and written (24),
-a low copy written (2)."""
-
-OVER_SCALED = {"cpu": 1.15, "cuda": 1.3}
-
-Ratios = dict[str, dict[str, Ratio]]
-
-
-def make_report(
-    notes: Sequence[str],
-    work: Work,
-    device: torch.device,
-    found: Measured,
-    record: Mapping[str, str],
-) -> Report:
-    """The whole report; `record` says what was measured on, as `environment` does."""
+    found = measure_all(work, device)
     ratios = _ratios(found.seconds)
     return Report(
         name=f"optimizer_step_{device.type}",
         title=f"AdamW's step over {work.parameters / 1e6:.1f}M parameters",
         notes=[
-            *notes,
+            *paragraphs(__doc__),
             f"{sum(1 for _ in work.shapes())} tensors of a GPT ({work.layers} layers, width "
             f"{work.width}, vocabulary {work.vocab}). Median [p10, p90] of {work.rounds} "
             f"interleaved rounds of {work.steps} steps. A ratio is the median over the rounds of "
@@ -94,6 +72,15 @@ def make_report(
         },
         environment=record,
     )
+
+
+IDEAL = 30
+"""Bytes per parameter: a low gradient read twice (4), parameter and moments read and written (24),
+a low copy written (2)."""
+
+OVER_SCALED = {"cpu": 1.15, "cuda": 1.3}
+
+Ratios = dict[str, dict[str, Ratio]]
 
 
 def _rivals(ours: Ours) -> list[Peer]:

@@ -23,7 +23,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -49,22 +49,7 @@ def run(settings: Settings) -> Report:
     device = settings.device
     work = TINY if settings.quick else Work()
     record = environment(device)
-    return make_report(work, device, count_all(work, device), record)
-
-
-# -- report ----------------------------------------------------------------------------------------
-# Totals beside those of pure half, what makes up the difference, and verdicts.
-
-OVER_HALF = 1.02
-FULL_SHARE = 0.01
-FUSED_OVER_AUTOCAST = 0.5
-LISTED = 0.002
-
-
-def make_report(
-    work: Work, device: torch.device, counted: Counted, record: Mapping[str, str]
-) -> Report:
-    """The whole report; `record` says what was measured on, as `environment` does."""
+    counted = count_all(work, device)
     saved, held = counted.saved, counted.held
     return Report(
         name=f"saved_bytes_{device.type}",
@@ -91,6 +76,15 @@ def make_report(
         },
         environment=record,
     )
+
+
+# -- report ----------------------------------------------------------------------------------------
+# Totals beside those of pure half, what makes up the difference, and verdicts.
+
+OVER_HALF = 1.02
+FULL_SHARE = 0.01
+FUSED_OVER_AUTOCAST = 0.5
+LISTED = 0.002
 
 
 def _notes(device: torch.device) -> list[str]:
