@@ -8,7 +8,7 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 
 # Models for the zoo. What timm needs beside torchvision comes with transformers; each torchvision
-# fits one build of torch, and would bring that build along (benchmarks/zoo/timm_import.py).
+# fits one build of torch, and would bring that build along (benchmarks/zoo/timm_models.py).
 TIMM := --no-deps 'timm>=1.0'
 
 # Worker processes of the test run; each compiles C++ of its own. Each starts with a stretch of the

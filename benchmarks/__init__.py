@@ -1,5 +1,16 @@
 """Benchmarks: a module or a folder each, all with `run(settings) -> Report`.
 
-`python -m benchmarks list` names them. A folder measures or counts in some modules and makes tables
-and verdicts of what it found in another, `report.py`.
+`python -m benchmarks list` names them.
+
+    registry   the modules of this package, but for tools    __main__.py
+      run      what is measured: models, sizes, how often    gpt.py, whole_step/, papers/ ...
+        arms   one model or training under each compiler     harness/ways.py, or their own
+        turns  rounds of all arms, seconds a step            harness/timing.py
+               or counts: bytes, kernels, gradients          saved_bytes/, gpu_traffic.py, zoo/ ...
+               a fresh process where something starts        harness/processes.py
+      report   tables, verdicts, every number                harness/report.py
+    page       benchmarks/results/NAME_DEVICE.md and .json, which the documents cite; figures.py
+
+A benchmark that is long measures or counts in modules of its folder, and makes tables and verdicts
+of what it found in the folder's `__init__.py`.
 """

@@ -27,10 +27,8 @@ from types import ModuleType
 import torch
 
 import benchmarks
-
-from .harness.checking import ALIKE, check, committed, ratios_of
-from .harness.record import environment
-from .harness.report import RESULTS, SCRATCH, Report, Settings, Table
+from benchmarks.harness.checking import ALIKE, check, committed, ratios_of
+from benchmarks.harness.report import RESULTS, SCRATCH, Report, Settings, Table, environment
 
 _BESIDE = (
     "__main__",
@@ -39,6 +37,7 @@ _BESIDE = (
     "digits",
     "emucuda",
     "fakecuda",
+    "figures",
     "gpu",
     "gpu_steps",
     "harness",
@@ -148,7 +147,11 @@ def _check(reruns: Mapping[str, Callable[[torch.device], Report]], device: torch
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=benchmarks.__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks",
+        description=benchmarks.__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("list", help="name every benchmark")
     run = commands.add_parser("run", help="run benchmarks and write their reports")

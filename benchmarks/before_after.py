@@ -17,8 +17,6 @@ from benchmarks.harness.processes import ROOT
 from mpcompile import plan_for
 from mpcompile.plans.plan_data import PlanNode
 
-__all__ = ["drawn", "planned"]
-
 WIDTH, MARGIN, BOX, OPERATOR, BETWEEN = 860, 16, 170, 34, 24
 LEFT, RIGHT = MARGIN, 270
 BACKWARD = "#2e7d32"

@@ -11,8 +11,7 @@ import functools
 
 from benchmarks.harness.report import Report, Settings
 from benchmarks.models import Sample, UNet, resnet18
-from benchmarks.step_times import compare
-from benchmarks.step_times.measure import Timed, Work
+from benchmarks.step_times import Timed, Work, compare
 
 CPU = Work(
     models=(

@@ -9,8 +9,6 @@ from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 from torch import Tensor
 
-__all__ = ["Split", "digits"]
-
 Split = tuple[Tensor, Tensor]
 """Images (N, 64), FP32 from 0 to 1; labels (N,), int64."""
 

@@ -1,24 +1,20 @@
 """What one training step asks of a GPU, for `gpu_traffic`; a process of its own for each GPU.
 
-    python -m benchmarks.gpu_steps h100 [--quick]       # prints JSON
-
 Three steps of each model in each arm, on a GPU that exists by name; the third is counted.
 """
 
 from __future__ import annotations
 
-if __name__ == "__main__":
+import sys
+
+if "torch" not in sys.modules:  # in a process of its own
     from benchmarks import fakecuda  # before torch
     from benchmarks.fakecuda.counting import Counter, count
-    from benchmarks.fakecuda.masters import let_fakes_be_masters
+    from benchmarks.fakecuda.device import let_fakes_be_masters
 
-import argparse
 import contextlib
 import dataclasses
 import functools
-import json
-import sys
-import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -45,7 +41,6 @@ FLOOR = 2e-6
 _CAST = {"convert_element_type.default", "permute.default", "reshape.default",
          "constant_pad_nd.default"}  # fmt: skip
 
-__all__ = ["ARMS", "AUTOCAST", "CASES", "FP32", "OURS", "Arm", "Case"]
 
 STEPS = 3  # the second is as all others; that one is compiled for
 SETTLED = "grad_scaler"  # the default searches in the first step, then they are as with this
@@ -324,26 +319,14 @@ def seconds(launch: fakecuda.Launch, gpu: GPU, *, tf32: bool) -> float:
     return max(launch.bytes / gpu.bandwidth, launch.flops / rate)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("gpu", help="a name of mpcompile.devices.gpus")
-    parser.add_argument("--quick", action="store_true")
-    options = parser.parse_args()
+def count_all(name: str, quick: bool) -> dict[str, dict[str, Counts]]:
+    """Model -> arm -> what a step asks of the GPU of this name, of `mpcompile.devices.gpus`."""
     warnings.filterwarnings("ignore")  # torch's advice to users of TF32, and on fakes
-    device = fakecuda.become(options.gpu)
+    device = fakecuda.become(name)
     counter = count(device)
     let_fakes_be_masters()
-    cases, arms = (TINY, TINY_ARMS) if options.quick else (CASES, ARMS)
-    found: dict[str, Any] = {}
-    for case in cases:
-        start = time.perf_counter()
-        found[case.name] = {
-            arm.name: whole(case, arm, device, counter, options.gpu) for arm in arms
-        }
-        spent = time.perf_counter() - start
-        print(f"{options.gpu}, {case.name}: {spent:.0f} s", file=sys.stderr, flush=True)
-    json.dump(found, sys.stdout)
-
-
-if __name__ == "__main__":
-    main()
+    cases, arms = (TINY, TINY_ARMS) if quick else (CASES, ARMS)
+    return {
+        case.name: {arm.name: whole(case, arm, device, counter, name) for arm in arms}
+        for case in cases
+    }

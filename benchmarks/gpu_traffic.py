@@ -14,12 +14,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from benchmarks.gpu_steps import ARMS, AUTOCAST, CASES, CHECKED, COUNTED, FLOOR, FP32, OURS
-from benchmarks.harness.processes import ROOT, json_from_process
-from benchmarks.harness.record import environment
-from benchmarks.harness.report import Report, Settings, Table
+from benchmarks.harness.processes import call_elsewhere
+from benchmarks.harness.report import Report, Settings, Table, environment
 from mpcompile.devices.gpus import gpu
-
-__all__ = ["make_report", "run"]
 
 DEVICES = ("cpu",)  # a GPU that is there is none that exists by name only
 GPUS = ("h100", "t4")
@@ -34,17 +31,15 @@ def run(settings: Settings) -> Report:
     """Count, the GPUs side by side: some 25 minutes on two cores."""
     names = GPUS[-1:] if settings.quick else GPUS
     with ThreadPoolExecutor() as pool:
-        found = pool.map(lambda name: _counted(name, settings.quick), names)
+        found = pool.map(
+            lambda name: call_elsewhere(
+                "benchmarks.gpu_steps:count_all", name, settings.quick,
+                environment={"MPCOMPILE_PROFILE": ""},
+            ),
+            names,
+        )  # fmt: skip
         counted = dict(zip(names, found, strict=True))
     return make_report(counted, environment(settings.device))
-
-
-def _counted(name: str, quick: bool) -> dict[str, dict[str, Counts]]:
-    """What `gpu_steps` finds for one GPU."""
-    arguments = ("-m", "benchmarks.gpu_steps", name, *(["--quick"] if quick else []))
-    variables = {"MPCOMPILE_PROFILE": "", "PYTHONPATH": str(ROOT)}
-    found: dict[str, dict[str, Counts]] = json_from_process(*arguments, environment=variables)
-    return found
 
 
 def make_report(counted: Counted, record: dict[str, str]) -> Report:

@@ -26,10 +26,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from benchmarks.harness.ratios import Ratio, ratio, summarize
-from benchmarks.harness.record import environment
-from benchmarks.harness.report import Report, Settings, Table, paragraphs, plain, where
-from benchmarks.harness.timing import auto_or, idle_wait, in_turns
+from benchmarks.harness.report import Report, Settings, Table, environment, paragraphs, plain, where
+from benchmarks.harness.timing import Ratio, auto_or, idle_wait, in_turns, ratio, summarize
 from benchmarks.models import GPT2, Sample, Tagger
 from mpcompile import MPOptimizer, mpcompile
 from mpcompile.optim.decide import Decision

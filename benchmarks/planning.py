@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch._inductor.utils import fresh_cache
 
-from benchmarks.harness.record import environment
-from benchmarks.harness.report import Report, Settings, Table, plain
+from benchmarks.harness.report import Report, Settings, Table, environment, plain
 from benchmarks.harness.timing import idle_wait
 from mpcompile import compiled_plans, mpcompile
 from mpcompile.demo.model import GPT, GPTConfig

@@ -15,11 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.harness.ratios import ratio, summarize
-from benchmarks.harness.record import environment
-from benchmarks.harness.report import Report, Settings, Table, paragraphs, plain, where
-from benchmarks.harness.timing import Arm, idle_wait, low_dtype, take_turns
-from benchmarks.zoo.timm_import import timm
+from benchmarks.harness.report import Report, Settings, Table, environment, paragraphs, plain, where
+from benchmarks.harness.timing import Arm, idle_wait, low_dtype, ratio, summarize, take_turns
+from benchmarks.zoo.timm_models import timm
 from mpcompile import mpcompile
 
 DEVICES = ("cpu",)

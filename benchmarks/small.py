@@ -14,8 +14,7 @@ import torch
 
 from benchmarks.harness.report import Report, Settings
 from benchmarks.models import GPT2, MLP, Sample, Tagger
-from benchmarks.step_times import compare
-from benchmarks.step_times.measure import Timed, Work
+from benchmarks.step_times import Timed, Work, compare
 
 
 def _transformer(width: int, length: int, layers: int = 2) -> functools.partial[GPT2]:

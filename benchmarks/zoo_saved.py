@@ -18,17 +18,29 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from benchmarks.harness.record import environment
-from benchmarks.harness.report import SCRATCH, Report, Settings, Table, paragraphs
+import torch
+from torch import Tensor, nn
 
-from .zoo.arms import BOTH, LEVELS
-from .zoo.pieces import installed, measure_each
-from .zoo.report import LEAST
-from .zoo.saved import share
-
-__all__ = ["DEVICES", "make_report", "run"]
+from benchmarks.harness.report import SCRATCH, Report, Settings, Table, environment, paragraphs
+from benchmarks.saved_bytes import excess
+from benchmarks.saved_bytes.count import (
+    AUTOCAST,
+    LOW,
+    O1,
+    O2,
+    Way,
+    autocast,
+    planned_for_gpu,
+    prepared,
+)
+from benchmarks.zoo.catalogue import LIBRARIES, installed, measure_each
+from benchmarks.zoo.making import Entry, Inputs
+from benchmarks.zoo.measure import BOTH, LEVELS
+from benchmarks.zoo.report import LEAST
+from mpcompile.plans.partitioned import Saved
 
 DEVICES = ("cpu",)
+SAVED = "benchmarks.zoo_saved:saved"
 QUICK = ("transformers/gpt2", "timm/vit_tiny")
 O2_MEDIAN = 0.85
 _SAME = 1.005
@@ -40,10 +52,10 @@ def run(settings: Settings) -> Report:
     record = environment(settings.device)
     names = installed(LEAST)
     if settings.quick:
-        rows = measure_each([name for name in names if name in QUICK], 1, module="saved")
+        rows = measure_each([name for name in names if name in QUICK], 1, function=SAVED)
     else:
         kept = SCRATCH / "zoo_saved_rows.jsonl"
-        rows = measure_each(names, 1, kept=kept, commit=record["commit"], module="saved")
+        rows = measure_each(names, 1, kept=kept, commit=record["commit"], function=SAVED)
     return make_report(f"zoo_saved_{settings.device.type}", rows, record)
 
 
@@ -109,3 +121,71 @@ def _verdicts(rows: Sequence[Mapping[str, Any]]) -> dict[str, bool]:
             claim = f"O2 keeps at most {O2_MEDIAN:.2f}x in the median{what}: {middle:.2f}x"
             verdicts[claim] = middle <= O2_MEDIAN
     return verdicts
+
+
+# -- saved -----------------------------------------------------------------------------------------
+# Bytes that autograd holds between forward and backward, by compile + autocast and by mpcompile.
+
+_LISTED = 4
+WAYS = {BOTH: AUTOCAST, "O1": O1, "O2": O2}
+
+
+def saved(name: str, draws: int = 1) -> dict[str, Any]:
+    """Of each way: `held`, bytes that autograd holds behind the model's own loss; `casts`, those
+    among them of copies of weights and of the batch; and, of ours, `more`: what it keeps beyond the
+    peer. Or `failed`, why it didn't run.
+    """
+    library, _, model_name = name.partition("/")
+    entry = LIBRARIES[library][model_name]
+    inputs = entry.draw(torch.Generator().manual_seed(0))
+    found: dict[str, Any] = {}
+    theirs: list[Saved] = []
+    for way, meant in WAYS.items():
+        torch.manual_seed(0)
+        try:
+            listed, held, casts = _held(entry, entry.build(), meant, inputs)
+        except Exception as error:
+            found[way] = {"failed": f"{type(error).__name__}: {error}".splitlines()[0]}
+            continue
+        theirs = listed if way == BOTH else theirs
+        more = [(size, group.dtype, group.op) for group, _, size in excess(listed, theirs)]
+        found[way] = {"held": held, "casts": casts, "more": more[:_LISTED]}
+    return {"name": name, "kind": entry.kind, "saved": found}
+
+
+def _held(entry: Entry, model: nn.Module, way: Way, inputs: Inputs) -> tuple[list[Saved], int, int]:
+    """What partitioned forwards save, and the bytes that autograd holds: all, and of casts."""
+    listed: list[Saved] = []
+    tensors: dict[int, Tensor] = {}  # by the address of their memory
+
+    def pack(tensor: Tensor) -> Tensor:
+        tensors.setdefault(tensor.untyped_storage().data_ptr(), tensor)
+        return tensor
+
+    batch = [value for value in inputs.values() if isinstance(value, Tensor)]
+    there = [*model.parameters(), *model.buffers(), *batch]
+    with planned_for_gpu(), prepared(model, way, listed, runs=True):
+        with autocast(way, torch.device("cpu")):
+            entry.loss(model, inputs)  # compiles
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+                entry.loss(model, inputs)
+        for tensor in there:
+            tensors.pop(tensor.untyped_storage().data_ptr(), None)
+    casts = {_contents(tensor.to(LOW)) for tensor in there if tensor.dtype == torch.float32}
+    size_of = {at: tensor.untyped_storage().nbytes() for at, tensor in tensors.items()}
+    low = [at for at, tensor in tensors.items() if _contents(tensor) in casts]
+    return listed, sum(size_of.values()), sum(size_of[at] for at in low)
+
+
+def _contents(tensor: Tensor) -> tuple[int, torch.dtype, float]:
+    """Equal for the same numbers in any layout; never for others, but by chance."""
+    return tensor.numel(), tensor.dtype, float(tensor.detach().double().sum())
+
+
+def share(row: Mapping[str, Any], level: str, *, casts: bool) -> float | None:
+    """Of what the peer holds, copies of weights among it or not; None if one didn't run."""
+    sides = [row.get("saved", {}).get(way, {}) for way in (level, BOTH)]
+    if not all("held" in side for side in sides):
+        return None
+    ours, theirs = (side["held"] - (0 if casts else side["casts"]) for side in sides)
+    return float(ours / theirs)

@@ -19,14 +19,31 @@ share FP16 rounds to zero: all those below 2^-25 over the loss scale.
 
 from __future__ import annotations
 
-from benchmarks.harness.record import environment
-from benchmarks.harness.report import Report, Settings, paragraphs
+import statistics
+from pathlib import Path
 
-from .fp16 import Magnitudes
-from .report import make_report
-from .training import BATCH, FP32, SCALES, STORAGES, train_scaled, train_stored
-
-__all__ = ["DEVICES", "run"]
+from benchmarks.ablations.training import (
+    BATCH,
+    FP32,
+    HALF_WEIGHTS,
+    MASTERS,
+    SCALES,
+    STORAGES,
+    UNSCALED,
+    Magnitudes,
+    Results,
+    train_scaled,
+    train_stored,
+)
+from benchmarks.harness.report import (
+    RESULTS,
+    Report,
+    Settings,
+    Table,
+    environment,
+    paragraphs,
+    plain,
+)
 
 DEVICES = ("cpu",)
 """What FP16 can hold is the same everywhere; a GPU would only launch small kernels."""
@@ -49,4 +66,89 @@ def run(settings: Settings) -> Report:
         f"{', '.join(map(str, seeds))}. Losses are over held-out digits, by an eager FP32 "
         "forward. Figure: docs/figures/ablations.svg.",
     ]
-    return make_report(f"ablations_{device.type}", notes, stored, scaled, gradients, record)
+    return _Illustrated(
+        name=f"ablations_{device.type}",
+        title="What master weights and loss scaling are for",
+        notes=notes,
+        tables=[
+            _table("Without master weights", stored),
+            _table("Without loss scaling", scaled),
+            _lost_table(gradients),
+        ],
+        verdicts={**stored_verdicts(stored), **scaled_verdicts(scaled)},
+        data={
+            "master weights": plain(stored),
+            "loss scaling": plain(scaled),
+            "activation gradients, share by octave": gradients.shares(),
+        },
+        environment=record,
+    )
+
+
+# -- report ----------------------------------------------------------------------------------------
+# Verdicts, tables, and a report with a figure.
+
+
+class _Illustrated(Report):
+    """A report with a figure; the one of the committed numbers lies in the documentation."""
+
+    def write(self, directory: Path) -> list[Path]:
+        from benchmarks.figures import FIGURES, draw_ablations  # which take from this module
+
+        figure = (FIGURES if directory == RESULTS else directory) / "ablations.svg"
+        figure.parent.mkdir(parents=True, exist_ok=True)
+        draw_ablations(figure, self.data)
+        return [*super().write(directory), figure]
+
+
+def _table(title: str, results: Results) -> Table:
+    names = list(results[FP32][0].shares)
+    rows = [
+        (
+            arm,
+            f"{statistics.fmean(outcome.before for outcome in outcomes):.4f}",
+            " ".join(f"{outcome.after:.4f}" for outcome in outcomes),
+            *(f"{statistics.fmean(o.shares[name] for o in outcomes):.1%}" for name in names),
+            " ".join(str(outcome.skipped_steps) for outcome in outcomes),
+        )
+        for arm, outcomes in results.items()
+    ]
+    columns = ("arm", "loss before", "loss after, by seed", *names, "skipped steps")
+    return Table(title, columns, rows)
+
+
+def _lost_table(gradients: Magnitudes) -> Table:
+    rows = [(f"{scale:g}", f"{gradients.lost(scale):.1%}") for scale in (1.0, 8.0, 128.0, 2.0**16)]
+    return Table(
+        "Gradients of layers' outputs that round to zero in FP16", ("loss scale", "share"), rows
+    )
+
+
+def stored_verdicts(results: Results) -> dict[str, bool]:
+    """Judged by progress, the fall of the held-out loss, against the FP32 run of the same seed."""
+    ratios = {
+        arm: [o.progress / full.progress for o, full in zip(outcomes, results[FP32], strict=True)]
+        for arm, outcomes in results.items()
+    }
+    return {
+        f"{MASTERS}: progress within 2% of FP32's": all(0.98 < x < 1.02 for x in ratios[MASTERS]),
+        f"{HALF_WEIGHTS}: less than a quarter of FP32's progress": all(
+            x < 0.25 for x in ratios[HALF_WEIGHTS]
+        ),
+    }
+
+
+def scaled_verdicts(results: Results) -> dict[str, bool]:
+    """Judged by the held-out loss in the end, against the FP32 run of the same seed."""
+    ratios = {
+        arm: [o.after / full.after for o, full in zip(outcomes, results[FP32], strict=True)]
+        for arm, outcomes in results.items()
+    }
+    return {
+        f"{UNSCALED}: at least twice the loss of FP32": all(x > 2 for x in ratios[UNSCALED]),
+        **{
+            f"{arm}: loss within 10% of FP32's": all(0.9 < x < 1.1 for x in ratios[arm])
+            for arm in SCALES
+            if arm != UNSCALED
+        },
+    }

@@ -5,30 +5,16 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.digits import Split, digits
+from benchmarks.harness.timing import spans
 from mpcompile import loss_scale_of, mpcompile
-
-from .fp16 import Magnitudes, vanishes
-
-__all__ = [
-    "DYNAMIC",
-    "FP32",
-    "HALF_WEIGHTS",
-    "MASTERS",
-    "SCALES",
-    "STORAGES",
-    "UNSCALED",
-    "Outcome",
-    "Results",
-    "train_scaled",
-    "train_stored",
-]
 
 CPU = torch.device("cpu")
 
@@ -118,16 +104,10 @@ def _train(
         before=before,
         after=_held_out(model, loss, test),
         steps=len(losses),
-        curve=_spans(losses),
+        curve=spans(losses, 40),
         shares={name: statistics.fmean(one[name] for one in measured) for name in measured[0]},
         skipped_steps=loss_scale_of(model).skipped_steps if scaled else 0,
     )
-
-
-def _spans(values: Sequence[float], count: int = 40) -> list[float]:
-    """Means over `count` equal spans, or fewer where there are fewer values."""
-    size = max(1, len(values) // count)
-    return [statistics.fmean(values[i : i + size]) for i in range(0, len(values), size)]
 
 
 def _mixed(model: nn.Module, loss_scale: str | float) -> None:
@@ -247,3 +227,51 @@ def _zero_share(model: nn.Module) -> float:
     gradients = [p.grad for p in model.parameters() if p.grad is not None and p.dim() == 2]
     zeros = sum(int((gradient == 0).sum()) for gradient in gradients)
     return zeros / sum(gradient.numel() for gradient in gradients)
+
+
+# -- fp16 ------------------------------------------------------------------------------------------
+# What FP16 loses: updates that round away, values that round to zero.
+
+
+def vanishes(weight: Tensor, update: Tensor) -> Tensor:
+    """Where adding an FP32 update to a weight stored in FP16 leaves it as it was (bool).
+
+    So it is where the update is less than half the distance to the next FP16 number.
+    """
+    stored = weight.half()
+    return (stored.float() + update).half() == stored
+
+
+class Magnitudes:
+    """How many values were seen in each octave: `counts[k]` of 2^k <= |x| < 2^(k+1)."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[int] = Counter()
+        self.zeros = 0
+
+    def add(self, values: Tensor) -> None:
+        octaves = torch.frexp(values[values != 0]).exponent - 1
+        self.zeros += values.numel() - octaves.numel()
+        found, counts = octaves.unique(return_counts=True)
+        self.counts.update(dict(zip(found.tolist(), counts.tolist(), strict=True)))
+
+    def shares(self) -> dict[int, float]:
+        """Octave -> share of all values, zeros included in "all"."""
+        total = self.counts.total() + self.zeros
+        return {octave: count / total for octave, count in sorted(self.counts.items())}
+
+    def lost(self, scale: float) -> float:
+        """As the function `lost`, of what was seen."""
+        return lost(self.shares(), scale)
+
+
+def lost(shares: Mapping[int, float], scale: float) -> float:
+    """The share that is zero in FP16 after multiplication by `scale`, a power of two.
+
+    FP16's smallest number is 2^-24; what is below half of it rounds to zero.
+
+    Args:
+        shares: as `Magnitudes.shares` returns them.
+    """
+    limit = torch.finfo(torch.float16).smallest_normal * 2.0**-11 / scale
+    return 1 - sum(share for octave, share in shares.items() if 2.0**octave >= limit)

@@ -18,8 +18,6 @@ from pathlib import Path
 
 import platformdirs
 
-__all__ = ["CannotBuild", "library", "load"]
-
 SHARED = Path(__file__).parent
 
 

@@ -21,8 +21,6 @@ from typing import Any
 import torch
 from torch._inductor import ir
 
-__all__ = ["transposed"]
-
 _LOW = (torch.float16, torch.bfloat16)
 # Of each operator: how many images it reads, and where its groups stand.
 _CONVOLUTIONS: dict[Any, tuple[int, int]] = {

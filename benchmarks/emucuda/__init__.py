@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from benchmarks.cuda_parts.build import CannotBuild
 
-from .library import LIBRARY  # isort: skip  (before torch, which the next line imports)
-from .device import EmulatedGPU, become
+from benchmarks.emucuda.library import LIBRARY  # isort: skip  (before torch, which the next line imports)
+from benchmarks.emucuda.device import EmulatedGPU, become
 
 __all__ = ["LIBRARY", "CannotBuild", "EmulatedGPU", "become"]

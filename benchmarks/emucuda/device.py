@@ -5,19 +5,16 @@ Torch internals used here were read in torch 2.13.
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import torch
 from torch.backends.cudnn import rnn
 
-from benchmarks.cuda_parts.properties import properties_of
+from benchmarks.cuda_parts.inductor import properties_of
+from benchmarks.emucuda import graphs, kernels
+from benchmarks.emucuda.library import LIBRARY
 from mpcompile.devices.gpus import GPU, gpu
-
-from . import attention, graphs, libraries, recurrent
-from .library import LIBRARY
-from .streams import Event, Stream, synchronize
-
-__all__ = ["EmulatedGPU", "become", "this_gpu"]
 
 
 class EmulatedGPU:
@@ -60,8 +57,7 @@ def become(name: str) -> EmulatedGPU:
     _answer_below()
     _let_cudnn_in()
     _make_storages()
-    for kernels in (attention, libraries, recurrent):
-        kernels.register()
+    kernels.register()
     graphs.put_in_place()
     return device
 
@@ -200,12 +196,12 @@ def _answer_below() -> None:
 
 
 def _let_cudnn_in() -> None:
-    """What `libraries.py` and `recurrent.py` have of cuDNN is there."""
+    """What `kernels.py` has of cuDNN is there."""
     cudnn: Any = torch.backends.cudnn
     cudnn.is_available = lambda: True
     cudnn.version = lambda: 91900
     cudnn.is_acceptable = lambda tensor: tensor.is_cuda and tensor.is_floating_point()
-    rnn.get_cudnn_mode = recurrent.MODES.__getitem__
+    rnn.get_cudnn_mode = kernels.MODES.__getitem__
 
 
 def _make_storages() -> None:
@@ -221,3 +217,100 @@ def _make_storages() -> None:
         return torch.empty(size, dtype=torch.uint8, device="cuda").untyped_storage()
 
     torch.UntypedStorage.__new__ = new  # type: ignore[method-assign]
+
+
+# -- streams ---------------------------------------------------------------------------------------
+# Streams and events: one stream, and events that happen some kernels after they were recorded.
+
+LAG = 30
+"""Kernels by which the device is behind the host: an event has happened when so many more were
+asked for. A GPU in a training step is behind by more than that.
+"""
+
+_EVER = 2**62
+
+
+def synchronize(device: Any = None) -> None:
+    """Wait until the device has done all of its work."""
+    LIBRARY.emucuda_arrive(_EVER)
+
+
+class Event:
+    """A moment in the device's work.
+
+    Attributes:
+        asked: how often one was made, recorded, or asked whether it has happened.
+    """
+
+    asked = 0
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        Event.asked += 1
+        self._recorded: int | None = None
+        self._time = 0.0
+
+    def record(self, stream: Any = None) -> None:
+        Event.asked += 1
+        self._recorded, self._time = LIBRARY.emucuda_now(), time.perf_counter()
+
+    def query(self) -> bool:
+        """Whether it has happened. A host that does nothing but ask gets there, too."""
+        Event.asked += 1
+        if self._recorded is None or LIBRARY.emucuda_now() >= self._recorded + LAG:
+            self.synchronize()
+            return True
+        LIBRARY.emucuda_tick()
+        return False
+
+    def synchronize(self) -> None:
+        if self._recorded is not None:
+            LIBRARY.emucuda_arrive(self._recorded)
+
+    def wait(self, stream: Any = None) -> None:
+        """Nothing to do: all work is done in one order."""
+
+    def elapsed_time(self, end: Event) -> float:
+        """Milliseconds of the host, which say nothing of a GPU."""
+        return 1000 * (end._time - self._time)
+
+
+class Stream:
+    """The one stream, whoever makes it."""
+
+    device_index = stream_id = cuda_stream = priority = 0
+    device_type = 1
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.device = torch.device("cuda", 0)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Stream)
+
+    def __hash__(self) -> int:
+        return 0
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        pass
+
+    def record_event(self, event: Event | None = None) -> Event:
+        event = event or Event()
+        event.record(self)
+        return event
+
+    def wait_stream(self, other: Stream) -> None:
+        """Nothing to do: all work is done in one order."""
+
+    def wait_event(self, event: Event) -> None:
+        """Nothing to do: all work is done in one order."""
+
+    def query(self) -> bool:
+        return True
+
+    def is_capturing(self) -> bool:
+        return False
+
+    def synchronize(self) -> None:
+        synchronize()

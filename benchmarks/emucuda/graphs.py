@@ -22,8 +22,6 @@ import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
 
-__all__ = ["Counts", "counts", "put_in_place"]
-
 
 @dataclass
 class Counts:

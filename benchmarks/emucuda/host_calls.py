@@ -21,12 +21,9 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.emucuda.device import this_gpu
-from benchmarks.harness.record import environment
-from benchmarks.harness.report import RESULTS, Report, Table, paragraphs
+from benchmarks.harness.report import RESULTS, Report, Table, environment, paragraphs
 from mpcompile import MPOptimizer, mpcompile
 from mpcompile.demo.model import GPT, GPTConfig
-
-__all__ = ["ARMS", "Arm", "counted", "launches"]
 
 SIZES = GPTConfig(vocab=61, context=16, width=64, layers=2, heads=2)
 WARM, STEPS = 20, 20

@@ -8,8 +8,8 @@
 | reductions and scans by a function | element by element in Python | by halves; rows at a time |
 | fma | two roundings | one |
 | machine code in a kernel | refused | what Inductor writes for `atan`: fma, 1/x |
-| libdevice | nothing | torch's functions on the host (`libdevice.py`) |
-| an address outside of the arguments | reads what is there | raises (`bounds.py`) |
+| libdevice | nothing | torch's functions on the host (below) |
+| an address outside of the arguments | reads what is there | raises |
 
 Triton internals used here were read in Triton 3.7.
 """
@@ -17,16 +17,160 @@ Triton internals used here were read in Triton 3.7.
 from __future__ import annotations
 
 import types
+from collections.abc import Callable, Iterable
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from . import libdevice
-from .bounds import Bounds, watch
+# -- bounds ----------------------------------------------------------------------------------------
+# A kernel reads and writes nothing but the memory of its arguments.
+#
+# On a GPU an address beyond it is an illegal access or, worse, another tensor's memory.
 
-__all__ = ["bounds", "mend"]
+
+class Bounds:
+    """The memory of the arguments of the kernel that runs."""
+
+    def __init__(self) -> None:
+        self.set("none", ())
+
+    def set(self, kernel: str, tensors: Iterable[torch.Tensor]) -> None:
+        storages = [t.untyped_storage() for t in tensors]
+        spans = sorted({(s.data_ptr(), s.data_ptr() + s.nbytes()) for s in storages}) or [(0, 0)]
+        self.kernel = kernel
+        self.starts, self.ends = (np.array(side, dtype=np.uint64) for side in zip(*spans))  # noqa: B905
+
+    def check(self, what: str, addresses: Any, mask: Any, size: int) -> None:
+        """Raise where an element of `size` bytes lies outside."""
+        used = addresses[np.broadcast_to(mask, addresses.shape)].ravel()
+        span = np.searchsorted(self.starts, used, side="right") - 1
+        outside = (span < 0) | (used + np.uint64(size) > self.ends[span])
+        if outside.any():
+            raise RuntimeError(
+                f"illegal memory access (emulated): {what} in {self.kernel}, {outside.sum()} of "
+                f"{used.size} elements"
+            )
+
+
+def watch(bounds: Bounds) -> None:
+    """Check each load, store and atomic operation of the interpreter's."""
+    import triton.runtime.interpreter as interpreter
+
+    builder = interpreter.InterpreterBuilder
+    load, store = builder.create_masked_load, builder.create_masked_store
+    update, exchange = builder.create_atomic_rmw, builder.create_atomic_cas
+
+    def size_of(pointers: Any) -> int:
+        found: int = interpreter._get_np_dtype(pointers.get_element_ty()).itemsize
+        return found
+
+    def written(what: str, pointers: Any, value: Any, mask: Any) -> None:
+        size = size_of(pointers)
+        bounds.check(what, pointers.data, mask, size)
+        if value.data.dtype.itemsize != size:
+            raise RuntimeError(f"{what} of {value.data.dtype} to {pointers.get_element_ty()}")
+
+    def checked_load(self: Any, pointers: Any, mask: Any, *rest: Any) -> Any:
+        bounds.check("load", pointers.data, mask.data, size_of(pointers))
+        return load(self, pointers, mask, *rest)
+
+    def checked_store(self: Any, pointers: Any, value: Any, mask: Any, *rest: Any) -> Any:
+        written("store", pointers, value, mask.data)
+        return store(self, pointers, value, mask, *rest)
+
+    def checked_update(self: Any, op: Any, pointers: Any, value: Any, mask: Any, *rest: Any) -> Any:
+        written("atomic update", pointers, value, mask.data)
+        return update(self, op, pointers, value, mask, *rest)
+
+    def checked_exchange(self: Any, pointers: Any, old: Any, new: Any, *rest: Any) -> Any:
+        written("atomic exchange", pointers, new, True)
+        return exchange(self, pointers, old, new, *rest)
+
+    builder.create_masked_load, builder.create_masked_store = checked_load, checked_store
+    builder.create_atomic_rmw, builder.create_atomic_cas = checked_update, checked_exchange
+
+
+# -- libdevice -------------------------------------------------------------------------------------
+# NVIDIA's library of device functions, by torch's functions on the host.
+#
+# What is not here raises, by its name. A rounding other than to nearest is not here either.
+
+_SAME_NAME = (
+    "exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "sqrt", "rsqrt", "sin", "cos", "tan",
+    "tanh", "sinh", "cosh", "asin", "acos", "atan", "asinh", "acosh", "atanh", "erf", "erfc",
+    "erfinv", "lgamma", "floor", "ceil", "trunc", "round", "abs", "pow", "atan2", "fmod", "hypot",
+    "copysign", "nextafter", "ldexp",
+)  # fmt: skip
+
+_OTHER_NAME: dict[str, Callable[..., Tensor]] = {
+    "fabs": torch.abs, "nearbyint": torch.round, "rint": torch.round, "max": torch.maximum,
+    "min": torch.minimum, "fast_expf": torch.exp, "fast_dividef": torch.div,
+    "add_rn": torch.add, "sub_rn": torch.sub, "mul_rn": torch.mul, "div_rn": torch.div,
+    "sqrt_rn": torch.sqrt, "rcp_rn": torch.reciprocal,
+}  # fmt: skip
+
+_TO_INTEGERS: dict[str, Callable[..., Tensor]] = {
+    "isnan": torch.isnan, "isinf": torch.isinf, "isfinited": torch.isfinite,
+    "finitef": torch.isfinite, "signbit": torch.signbit,
+    "ilogb": lambda x: torch.frexp(x).exponent - 1,
+}  # fmt: skip
+
+
+def _fma_of_tensors(x: Tensor, y: Tensor, z: Tensor) -> Tensor:
+    return (x.double() * y.double() + z.double()).to(z.dtype)
+
+
+def fill_libdevice() -> None:
+    """Give each function a body."""
+    import triton.language as tl
+    from triton.language.extra import libdevice
+
+    names = [n for n in vars(libdevice) if callable(getattr(libdevice, n)) and n[0] != "_"]
+    for name in names:
+        setattr(libdevice, name, _missing(name))
+    same = {name: getattr(torch, name) for name in _SAME_NAME}
+    for name, function in {
+        **same,
+        **_OTHER_NAME,
+        "fma": _fma_of_tensors,
+        "fma_rn": _fma_of_tensors,
+    }.items():
+        setattr(libdevice, name, _lifted(function))
+    for name, function in _TO_INTEGERS.items():
+        setattr(libdevice, name, _lifted(function, tl.int32))
+    libdevice.llrint = _lifted(torch.round, tl.int64)
+
+
+def _missing(name: str) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError(f"the emulated GPU has no libdevice.{name}")
+
+    return call
+
+
+def _lifted(function: Callable[..., Tensor], result: Any = None) -> Callable[..., Any]:
+    """A function of Triton's tensors, whose results have the first one's dtype or the given one."""
+    import triton.language as tl
+    import triton.runtime.interpreter as interpreter
+
+    def call(*args: Any, _semantic: Any = None, **kwargs: Any) -> Any:
+        to_tensor = interpreter.interpreter_semantic.to_tensor
+        tensors = [x if isinstance(x, tl.tensor) else to_tensor(x) for x in args]
+        arrays = np.broadcast_arrays(*(t.handle.data for t in tensors))
+        found = function(*(torch.from_numpy(np.ascontiguousarray(a)) for a in arrays)).numpy()
+        kind = result or tensors[0].dtype.scalar
+        found = found.astype(interpreter._get_np_dtype(kind), copy=False)
+        shaped = next((t.type for t in tensors if isinstance(t.type, tl.block_type)), None)
+        shape = kind if shaped is None else tl.block_type(kind, shaped.shape)
+        return tl.tensor(interpreter.TensorHandle(found, kind), shape)
+
+    return call
+
+
+# -- interpreter -----------------------------------------------------------------------------------
 
 bounds = Bounds()
 """Of the kernel that runs."""
@@ -48,7 +192,7 @@ def mend() -> None:
     interpreter.ReduceOps.sum = _sum
     interpreter.ReduceOps.generic_reduce = _reduce_by_halves
     interpreter.ScanOps.generic_scan = _scan_by_rows
-    libdevice.fill()
+    fill_libdevice()
     watch(bounds)
 
 

@@ -8,8 +8,6 @@ from pathlib import Path
 
 from benchmarks.cuda_parts.build import load
 
-__all__ = ["LIBRARY", "SOURCE"]
-
 SOURCE = Path(__file__).with_name("emucuda.cpp")
 LIBRARY = load(SOURCE)
 os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported, which Dynamo does

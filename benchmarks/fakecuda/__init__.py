@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from benchmarks.cuda_parts.build import CannotBuild
 
-from .library import LIBRARY  # isort: skip  (before torch, which the next line imports)
-from .device import FakeGPU, become
+from benchmarks.fakecuda.library import LIBRARY  # isort: skip  (before torch, which the next line imports)
+from benchmarks.fakecuda.device import FakeGPU, become
 
 __all__ = ["LIBRARY", "CannotBuild", "FakeGPU", "become"]

@@ -9,16 +9,15 @@ import traceback
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch._subclasses import fake_impls
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _foreach_utils
 
-from benchmarks.cuda_parts.properties import properties_of
+from benchmarks.cuda_parts.inductor import properties_of
+from benchmarks.fakecuda.library import LIBRARY
 from mpcompile.devices.gpus import GPU, gpu
-
-from .library import LIBRARY
-
-__all__ = ["FakeGPU", "become"]
+from mpcompile.scaling.copies import WorkingCopy, _state
 
 _DEVICE = torch.device("cuda", 0)
 
@@ -137,3 +136,20 @@ def _note_reads(device: FakeGPU) -> None:
         raise fake_impls.DataDependentOutputException(op)
 
     fake_impls.op_implementations_dict[torch.ops.aten._local_scalar_dense.default] = read
+
+
+# -- masters ---------------------------------------------------------------------------------------
+# Parameters of the device that exists by name only, as masters of copies in the low dtype.
+
+
+def let_fakes_be_masters() -> None:
+    """On a GPU the class of a parameter says whether somebody took its `.data`. A fake can't change
+    its class, and its copy in the low dtype would be written anew in every forward.
+    """
+    refresh = WorkingCopy.refresh
+
+    def if_changed(copy: WorkingCopy, master: Tensor) -> None:
+        if copy._seen != _state(master):
+            refresh(copy, master)
+
+    WorkingCopy.refresh = if_changed  # type: ignore[method-assign]

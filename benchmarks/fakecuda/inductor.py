@@ -12,10 +12,7 @@ import torch
 from torch._inductor import config as inductor
 
 from benchmarks.cuda_parts.inductor import describe, set_for_all_threads
-
-from .device import FakeGPU
-
-__all__ = ["let_inductor_in"]
+from benchmarks.fakecuda.device import FakeGPU
 
 
 def let_inductor_in(device: FakeGPU) -> None:

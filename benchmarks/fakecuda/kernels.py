@@ -15,19 +15,19 @@ Torch internals used here were read in torch 2.13, Triton's in 3.7.
 
 from __future__ import annotations
 
+import re
+import subprocess
+import tempfile
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch._inductor import config as inductor
 
 from benchmarks.cuda_parts.inductor import set_for_all_threads, triton_driver
-
-from .device import FakeGPU
-from .inductor import let_inductor_in
-from .resources import Resources, resources
-
-__all__ = ["Kernel", "Lane", "compile_kernels"]
+from benchmarks.fakecuda.device import FakeGPU
+from benchmarks.fakecuda.inductor import let_inductor_in
 
 
 @dataclass(frozen=True)
@@ -95,3 +95,49 @@ def _run_wrappers_on_fakes() -> None:
     guards._reinterpret_tensor = lambda tensor, size, stride, offset=0: torch.as_strided(
         tensor, size, stride, tensor.storage_offset() + offset
     )
+
+
+# -- resources -------------------------------------------------------------------------------------
+# What a compiled kernel takes of a multiprocessor, read from its cubin.
+#
+# With `cuobjdump` as it lies in Triton's wheel (read in Triton 3.7).
+
+
+@dataclass(frozen=True)
+class Resources:
+    """Of one kernel.
+
+    Attributes:
+        registers: 32-bit registers of each thread.
+        stack: bytes of local memory in each thread's stack frame; where registers do not suffice,
+            they are spilled there.
+        shared: bytes of shared memory of each block that are fixed when compiling; what is asked
+            for at the launch comes on top.
+        local: bytes of local memory of each thread beside the stack.
+    """
+
+    registers: int
+    stack: int
+    shared: int
+    local: int
+
+
+def resources(cubin: bytes) -> Resources:
+    """Of the one kernel in a cubin.
+
+    Raises:
+        RuntimeError: cuobjdump says something else than it used to.
+    """
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        run = subprocess.run(
+            [str(tool), "-res-usage", file.name], capture_output=True, text=True, check=False
+        )
+    found = re.findall(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)", run.stdout + run.stderr)
+    if len(found) != 1:
+        raise RuntimeError(f"cuobjdump: {(run.stdout + run.stderr)[-500:]!r}")
+    return Resources(*map(int, found[0]))

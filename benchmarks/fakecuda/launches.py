@@ -4,14 +4,14 @@ A kernel that Inductor generates is a node of the scheduler, after fusion. Its b
 node reads and writes, each buffer once and no more than there is of it: Inductor's own count
 (`get_read_write_buffer_accesses`). A library's kernel (a matrix product, a convolution, attention)
 moves its operands and results; the images of a convolution may have to be transposed beside it
-(`transposes.py`).
+(`cuda_parts/transposes.py`).
 
 Torch internals used here were read in torch 2.13.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Set
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,10 +26,6 @@ from torch._inductor.runtime.runtime_utils import last_power_of_2
 from torch._inductor.scheduler import BaseSchedulerNode, Scheduler
 
 from benchmarks.cuda_parts.transposes import transposed
-
-from .multi_tensor import TENSORS, launches_of, short_ones
-
-__all__ = ["Launch", "in_parts", "launches"]
 
 
 @dataclass(frozen=True)
@@ -210,3 +206,43 @@ def _name(node: BaseSchedulerNode) -> str:
     origins = [o for n in node.get_nodes() if n.node is not None for o in n.node.get_origins()]
     targets = dict.fromkeys(o.target for o in origins if o.op == "call_function")
     return ", ".join(dict.fromkeys(getattr(t, "__name__", str(t)) for t in targets))
+
+
+# -- multi tensor ----------------------------------------------------------------------------------
+# The kernels of torch's operators over lists of tensors.
+#
+# How many tensors and how much of them one launch takes is stated in MultiTensorApply.cuh. A norm
+# of each tensor takes two more kernels: zeros for the norms of the parts, and what makes one norm
+# of those (ForeachReduceOp.cu).
+#
+# Read in torch 2.13, built for CUDA 13 as on PyPI.
+
+_CHUNK = 65536  # elements that a block takes (kChunkSize)
+_BLOCKS = 2240  # blocks of a launch (depth_to_max_blocks)
+TENSORS = (770, 448, 336, 252, 210)  # of each list, by the number of lists (depth_to_max_tensors)
+
+
+def launches_of(sizes: Sequence[int], most: int) -> int:
+    """How many kernels `multi_tensor_apply` launches for tensors of these numbers of elements.
+
+    Args:
+        most: tensors that one launch takes.
+    """
+    found = tensors = blocks = 0
+    for size in filter(None, sizes):
+        tensors += 1
+        chunks = -(-size // _CHUNK)
+        for chunk in range(chunks):
+            blocks += 1
+            last = chunk == chunks - 1
+            if blocks == _BLOCKS or (last and tensors == most):
+                found += 1
+                blocks, tensors = 0, 0 if last else 1
+    return found + bool(blocks)
+
+
+def short_ones(operator: str) -> tuple[str, ...]:
+    """The names of short kernels that an operator launches besides."""
+    return (
+        ("zeros of partial norms", "norms of partial norms") if "_foreach_norm" in operator else ()
+    )

@@ -6,6 +6,4 @@ from pathlib import Path
 
 from benchmarks.cuda_parts.build import load
 
-__all__ = ["LIBRARY"]
-
 LIBRARY = load(Path(__file__).with_name("guard.cpp"))

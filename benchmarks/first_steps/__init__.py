@@ -14,14 +14,22 @@ with those that the cold one has left.
 
 from __future__ import annotations
 
-from benchmarks.harness.record import environment
-from benchmarks.harness.report import Report, Settings, paragraphs
+import statistics
+from collections.abc import Mapping, Sequence
 
-from .measure import measure_all
-from .report import make_report
-from .trainings import TINY, WORK
-
-__all__ = ["run"]
+from benchmarks.first_steps.deep import PEER, REGIONAL, STEP, Deep, First
+from benchmarks.first_steps.measure import (
+    FIXED,
+    FOUND,
+    FP32,
+    LEVELS,
+    ROUNDED,
+    Run,
+    arm,
+    measure_all,
+)
+from benchmarks.first_steps.trainings import BATCHES, TINY, WORK, Work
+from benchmarks.harness.report import Report, Settings, Table, environment, paragraphs, plain
 
 
 def run(settings: Settings) -> Report:
@@ -30,4 +38,129 @@ def run(settings: Settings) -> Report:
     work = TINY if settings.quick else WORK
     record = environment(device)
     found = measure_all(work, device)
-    return make_report(f"first_steps_{device.type}", paragraphs(__doc__), work, found, record)
+    runs = found.runs
+    return Report(
+        name=f"first_steps_{device.type}",
+        title="The first steps in FP16",
+        notes=[*paragraphs(__doc__), *_how(work)],
+        tables=[
+            *(_table(level, runs) for level in LEVELS),
+            _again_table(runs),
+            _cost_table(found.costs),
+            _deep_table(work.deep, found.deep),
+        ],
+        verdicts=_verdicts(runs, work.steps) | _deep_verdicts(found.deep),
+        data={
+            "steps": work.steps,
+            "runs": plain(runs),
+            "loss_difference": {
+                name: {one: difference(group, one) for one in group} for name, group in runs.items()
+            },
+            "search": found.costs,
+            "deep": plain(found.deep),
+        },
+        environment=record,
+    )
+
+
+# -- report ----------------------------------------------------------------------------------------
+# Losses beside those in FP32, verdicts and tables.
+
+SHARE = 0.9
+"""Of the models, that skip no step with the default scale."""
+
+
+MOST = {REGIONAL: 1.2, STEP: 1.5}
+"""How many times as long as the peer's first step one may take."""
+
+
+def difference(group: Mapping[str, Run], arm: str) -> float:
+    """The largest difference of a loss to FP32's, relative to that."""
+    pairs = zip(group[arm].losses, group[FP32].losses, strict=True)
+    return max(abs(ours - full) / abs(full) for ours, full in pairs)
+
+
+def _how(work: Work) -> list[str]:
+    return [
+        f"{work.steps} steps on {BATCHES} batches that come round; random weights and, but for the "
+        f"text, random data. `emit={work.emit!r}`: the rewritten graph, operator by operator. "
+        "The difference is the largest one of a loss to that of the same step in FP32, relative "
+        "to it; the last column is that of the rounded weights in FP32. With two models the "
+        "numbers are of the generator / the discriminator.",
+        "More runs: forward and backward passes of a graph beyond the ones asked for, over all "
+        "steps. Seconds: one cold first step at O1, optimizer "
+        f"included, with `emit={work.compiler!r}` and empty caches.",
+        f"Deep GPT: medians over rounds ({work.deep.rounds}) of all arms in turn; a ratio is the "
+        "median of those within a round. Forward, backward and AdamW, from the call that compiles "
+        "to the end of the step, without what any compiler imports. By its blocks, the rest of the "
+        f"model runs as torch runs it, but under {REGIONAL}.",
+    ]
+
+
+def _numbers(values: Sequence[float]) -> str:
+    return " / ".join(f"{value:g}" for value in values)
+
+
+def _table(level: str, runs: Mapping[str, Mapping[str, Run]]) -> Table:
+    rows = []
+    for name, group in runs.items():
+        cells = [name]
+        for scale in (FOUND, FIXED):
+            one = group[arm(level, scale)]
+            cells += [
+                _numbers(one.first), _numbers(one.last), _numbers(one.skipped),
+                f"{difference(group, arm(level, scale)):.2%}",
+            ]  # fmt: skip
+        rows.append([*cells, f"{difference(group, ROUNDED):.2%}"])
+    columns = ("scale after 1", "after all", "skipped", "loss off by")
+    ways = (f"{how}: {column}" for how in ("found", "65536") for column in columns)
+    how = "a plain optimizer" if level == "O1" else "MPOptimizer"
+    return Table(f"{level} with {how}", ("model", *ways, "FP32 off by"), rows)
+
+
+def _again_table(runs: Mapping[str, Mapping[str, Run]]) -> Table:
+    rows = [
+        (name, *(str(group[arm(level, FOUND)].again) for level in LEVELS))
+        for name, group in runs.items()
+    ]
+    return Table("What the search runs", ("model", *(f"{x}: more runs" for x in LEVELS)), rows)
+
+
+def _cost_table(costs: Mapping[str, Mapping[str, float]]) -> Table:
+    rows = [
+        (name, f"{one['first']:.1f}", str(one["again"]), f"{one['search']:.3f}",
+         f"{one['search'] / one['first']:.2%}", f"{one['second']:.3f}")
+        for name, one in costs.items()
+    ]  # fmt: skip
+    columns = ("model", "first step, s", "more runs", "of it the search, s", "share", "2nd step, s")
+    return Table("What the search costs, beside a cold compile", columns, rows)
+
+
+def _deep_table(deep: Deep, found: Mapping[str, First]) -> Table:
+    rows = []
+    for name, first in found.items():
+        cold, warm = (f"{statistics.median(s):.1f}" for s in (first.cold, first.warm))
+        rows.append([name, cold, warm, *(f"{x:.2f}x" for x in first.over(found[PEER]))])
+    columns = ("arm", "cold, s", "warm, s", "cold, of the peer's", "warm, of the peer's")
+    title = f"The first step of a GPT of {deep.layers} blocks, {deep.width} wide, in BF16"
+    return Table(f"{title}; the peer is {PEER} under autocast", columns, rows)
+
+
+def _deep_verdicts(found: Mapping[str, First]) -> dict[str, bool]:
+    verdicts = {}
+    for name, most in MOST.items():
+        if name in found:
+            took = dict(zip(("cold", "warm"), found[name].over(found[PEER]), strict=True))
+            for start, times in took.items():
+                claim = f"{name}, {start}: first step in {most:g}x of {PEER}'s"
+                verdicts[f"{claim}: {times:.2f}x"] = times <= most
+    return verdicts
+
+
+def _verdicts(runs: Mapping[str, Mapping[str, Run]], steps: int) -> dict[str, bool]:
+    verdicts = {}
+    for level in LEVELS:
+        calm = sum(not any(group[arm(level, FOUND)].skipped) for group in runs.values())
+        claim = f"{level}: no step of the first {steps} is skipped for {SHARE:.0%} of the models"
+        verdicts[f"{claim}: {calm} of {len(runs)}"] = calm >= SHARE * len(runs)
+    return verdicts

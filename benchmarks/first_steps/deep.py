@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -12,23 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.harness.processes import json_from_process
+from benchmarks.harness.processes import cold_and_warm
 from benchmarks.harness.timing import idle_wait
 from mpcompile import MPOptimizer, mpcompile
 from mpcompile.demo import GPT, GPTConfig
-
-__all__ = [
-    "ARMS",
-    "DEEP",
-    "PEER",
-    "REGIONAL",
-    "SHALLOW",
-    "STEP",
-    "Deep",
-    "First",
-    "first_step",
-    "measure_deep",
-]
 
 PEER = "torch.compile(model)"
 REGIONAL = "mpcompile(model, regional=True)"
@@ -75,22 +61,20 @@ def _ratio(ours: float, theirs: float) -> float:
 def measure_deep(deep: Deep, device: torch.device) -> dict[str, First]:
     """All arms in turn, `deep.rounds` times, each start in a process of its own."""
     found = {arm: First([], []) for arm in deep.arms}
-    sizes = [str(deep.layers), str(deep.width), deep.emit]
+    step = "benchmarks.first_steps.deep:first_step"
     for _ in range(deep.rounds):
         for arm, seconds in found.items():
-            with tempfile.TemporaryDirectory() as cache:
-                for start in (seconds.cold, seconds.warm):
-                    start.append(
-                        json_from_process(
-                            "-m", "benchmarks.first_steps", arm, str(device), *sizes,
-                            environment={"TORCHINDUCTOR_CACHE_DIR": cache},
-                        )
-                    )  # fmt: skip
+            how = (arm, device.type, deep.layers, deep.width, deep.emit)
+            for seen, spent in zip(
+                (seconds.cold, seconds.warm), cold_and_warm(step, *how), strict=True
+            ):
+                seen.append(spent)
     return found
 
 
-def first_step(arm: str, device: torch.device, layers: int, width: int, emit: str) -> float:
+def first_step(arm: str, kind: str, layers: int, width: int, emit: str) -> float:
     """What the fresh process does: seconds of a step, with all that is compiled for it."""
+    device = torch.device(kind)
     torch.manual_seed(0)
     config = GPTConfig(context=64, width=width, layers=layers, heads=4)
     model = GPT(config).to(device)

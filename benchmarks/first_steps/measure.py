@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
-from collections.abc import Mapping
+import unittest.mock
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -12,24 +14,11 @@ from torch import nn
 from torch._inductor.utils import fresh_cache
 from torch.optim import Optimizer
 
+from benchmarks.first_steps.deep import First, measure_deep
+from benchmarks.first_steps.trainings import MakeOptimizer, Prepare, Training, Work
 from benchmarks.harness.timing import idle_wait
 from mpcompile import MPOptimizer, loss_scale_of, mpcompile
-
-from .deep import First, measure_deep
-from .search import search
-from .trainings import MakeOptimizer, Prepare, Training, Work
-
-__all__ = [
-    "FIXED",
-    "FOUND",
-    "FP32",
-    "LEVELS",
-    "ROUNDED",
-    "Measured",
-    "Run",
-    "arm",
-    "measure_all",
-]
+from mpcompile.scaling import fit_scale
 
 FOUND, FIXED = "dynamic", "grad_scaler"
 FP32, ROUNDED = "FP32", "FP32, weights rounded"
@@ -150,3 +139,44 @@ def _cost(training: Training, compiler: str, device: torch.device) -> dict[str, 
         wait()
         second = time.perf_counter() - start
     return {"first": first, "search": spent.seconds, "again": spent.again, "second": second}
+
+
+# -- search ----------------------------------------------------------------------------------------
+# What the search for the loss scale takes.
+
+
+@dataclasses.dataclass
+class Search:
+    """What searching has taken: runs of forward and backward, and seconds."""
+
+    again: int = 0
+    seconds: float = 0.0
+
+
+@contextlib.contextmanager
+def search() -> Iterator[Search]:
+    """Count what is run beyond the one forward and backward that were asked for."""
+    spent, asked = Search(), [0.0]
+    again, backward, find = (getattr(fit_scale._Trial, n) for n in ("again", "backward", "find"))
+
+    def count_again(*args: Any) -> Any:
+        spent.again += 1
+        return again(*args)
+
+    def time_backward(*args: Any) -> Any:
+        start = time.perf_counter()
+        result = backward(*args)
+        asked.append(time.perf_counter() - start)
+        return result
+
+    def time_find(*args: Any) -> Any:
+        asked.clear()
+        start = time.perf_counter()
+        result = find(*args)
+        spent.seconds += time.perf_counter() - start - asked[0]
+        return result
+
+    with unittest.mock.patch.multiple(
+        fit_scale._Trial, again=count_again, backward=time_backward, find=time_find
+    ):
+        yield spent

@@ -12,9 +12,8 @@ from benchmarks import fakecuda  # isort: skip  (before torch)
 
 import sys
 
+from benchmarks.gpu import smoke
 from mpcompile import cli
-
-from . import smoke
 
 if __name__ == "__main__":
     _, name, what = sys.argv

@@ -13,8 +13,6 @@ import sys
 import zipfile
 from pathlib import Path
 
-__all__ = ["NEEDED", "CannotUnpack", "missing", "unpack"]
-
 NEEDED = (
     "torch", "numpy", "jinja2", "networkx", "sympy", "platformdirs", "rich",
     "pytest", "pytest_timeout", "xdist", "hypothesis", "expecttest",

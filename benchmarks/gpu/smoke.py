@@ -17,8 +17,6 @@ from torch import Tensor, nn
 
 from mpcompile import MPOptimizer, compiled_plans, mpcompile
 
-__all__ = ["run"]
-
 LIMIT = {torch.float16: 0.01, torch.bfloat16: 0.05}
 """Of the error of all updates together, relative to FP64's: a few roundings of the dtype."""
 

@@ -6,9 +6,10 @@ process, round after round, and the figure that counts is the median over the ro
 
 | module       | what                                                                   |
 |--------------|------------------------------------------------------------------------|
-| `timing`     | arms that take turns, and what a device needs for it                   |
-| `ratios`     | medians and percentiles of samples, ratios of two arms                 |
-| `processes`  | a measurement in a fresh process                                       |
-| `record`     | the machine and the versions that were measured                        |
-| `report`     | the settings of a run, its tables, the files that it leaves            |
+| `ways`       | the arms of training: each compiler, around one loop                   |
+| `timing`     | arms that take turns, what a device needs for it, medians and ratios   |
+| `peak`       | the most memory that a step allocates                                  |
+| `processes`  | a function called in a fresh process                                   |
+| `report`     | the settings of a run, the machine, tables, the files of a report      |
+| `checking`   | a rerun against what is committed                                      |
 """

@@ -8,10 +8,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from .ratios import Ratio
-from .report import RESULTS, Report
-
-__all__ = ["ALIKE", "ATTEMPTS", "NOISE", "Checked", "check", "committed", "fallen", "ratios_of"]
+from benchmarks.harness.report import RESULTS, Report
+from benchmarks.harness.timing import Ratio
 
 NOISE = 0.1
 """Two runs of the same code on an idle machine differ by less than this share of a ratio."""

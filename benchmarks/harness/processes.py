@@ -1,41 +1,76 @@
-"""A measurement in a fresh process, which has imported, compiled and cached nothing yet."""
+"""Functions called in fresh processes, which have imported, compiled and cached nothing yet."""
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
-
-__all__ = ["ROOT", "json_from_process"]
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 """Of the repository."""
 
 
-def json_from_process(*arguments: str, environment: dict[str, str]) -> Any:
-    """Run `python ARGUMENTS` from the root of the repository; return what its last line says.
+def call_elsewhere(
+    function: str, *arguments: Any, environment: Mapping[str, str] | None = None
+) -> Any:
+    """What a function returns in a fresh process.
 
     Args:
+        function: as "benchmarks.gpt:first_step"; it returns JSON data.
+        arguments: JSON data.
         environment: variables beside those of this process.
-
-    Returns:
-        The last line of its output, read as JSON.
 
     Raises:
         RuntimeError: it failed; its last words follow.
     """
-    done = subprocess.run(
-        [sys.executable, *arguments],
-        cwd=ROOT,
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if done.returncode:
-        what = f"`python {' '.join(arguments)}` ended with {done.returncode}"
-        raise RuntimeError(f"{what}:\n{done.stderr[-2000:]}")
-    return json.loads(done.stdout.splitlines()[-1])
+    (found,) = calls_elsewhere(function, [arguments], environment)
+    return found
+
+
+def calls_elsewhere(
+    function: str, calls: Sequence[Sequence[Any]], environment: Mapping[str, str] | None = None
+) -> Iterator[Any]:
+    """The same for several calls in one fresh process: each result as soon as it is there."""
+    command = [sys.executable, "-m", "benchmarks.harness.processes", function, json.dumps(calls)]
+    with tempfile.TemporaryFile("w+") as said:
+        with subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env={**os.environ, **(environment or {})},
+            stdout=subprocess.PIPE,
+            stderr=said,
+            text=True,
+        ) as process:
+            assert process.stdout is not None
+            for line in process.stdout:
+                yield json.loads(line)
+        if process.returncode:
+            said.seek(0)
+            last = said.read()[-2000:]
+            raise RuntimeError(f"{function}: its process ended with {process.returncode}:\n{last}")
+
+
+def cold_and_warm(function: str, *arguments: Any) -> list[Any]:
+    """What a function returns in a fresh process with empty caches of Inductor's, and in another
+    one with those that the first one has left.
+    """
+    with tempfile.TemporaryDirectory() as cache:
+        caches = {"TORCHINDUCTOR_CACHE_DIR": cache}
+        return [call_elsewhere(function, *arguments, environment=caches) for _ in range(2)]
+
+
+if __name__ == "__main__":
+    _, name, calls = sys.argv
+    # What is printed on the way is no result.
+    with os.fdopen(os.dup(1), "w") as results:
+        os.dup2(2, 1)
+        module, _, attribute = name.partition(":")
+        call = getattr(importlib.import_module(module), attribute)
+        for arguments in json.loads(calls):
+            print(json.dumps(call(*arguments)), file=results, flush=True)

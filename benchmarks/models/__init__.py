@@ -6,11 +6,19 @@ which `Sample` makes. Shapes in the docstrings: B examples, T tokens, D width, C
 
 from __future__ import annotations
 
-from .convolutional import Discriminator, Generator, ResNet, UNet, resnet18, resnet50
-from .odd import Detector, Recommender
-from .sample import Sample
-from .small import MLP, Tagger
-from .transformers import GPT2, Attention, BERTEncoder, ViT
+from benchmarks.models.images import (
+    Detector,
+    Discriminator,
+    Generator,
+    Recommender,
+    ResNet,
+    UNet,
+    drawn_as_dcgan,
+    resnet18,
+    resnet50,
+)
+from benchmarks.models.sample import Sample
+from benchmarks.models.sequences import GPT2, MLP, Attention, BERTEncoder, Tagger, ViT
 
 __all__ = [
     "GPT2",
@@ -26,6 +34,7 @@ __all__ = [
     "Tagger",
     "UNet",
     "ViT",
+    "drawn_as_dcgan",
     "resnet18",
     "resnet50",
 ]

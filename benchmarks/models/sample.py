@@ -7,8 +7,6 @@ import dataclasses
 import torch
 from torch import Tensor
 
-__all__ = ["Sample"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Sample:

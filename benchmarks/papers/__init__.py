@@ -28,15 +28,11 @@ from collections.abc import Mapping
 
 import torch
 
-from benchmarks.harness.record import environment
-from benchmarks.harness.report import Report, Settings, paragraphs
-
-from . import again as second
-from .histograms import LOOKS, look
-from .report import make_report
-from .rows import FULL, QUICK, Work, train_rows
-from .store import Kept
-from .tasks import BIG_LSTM, ROWS, SSD
+from benchmarks.harness.report import Report, Settings, environment, paragraphs
+from benchmarks.papers import again as second
+from benchmarks.papers.report import LOOKS, look, make_report
+from benchmarks.papers.rows import FULL, QUICK, Kept, Work, train_rows
+from benchmarks.papers.tasks import BIG_LSTM, ROWS, SSD
 
 __all__ = ["report_of", "run"]
 
@@ -70,7 +66,7 @@ def report_of(
     how = (
         f"Seeds: {work.seeds} of FP32, {work.mixed_seeds} of the others. Compiled graphs run under "
         f"`{work.emit}`, on one thread. Figure: docs/figures/papers.svg, which "
-        "`python -m benchmarks.papers.figure` draws."
+        "`python -m benchmarks.figures` draws."
     )
     magnitudes = (
         "Activation gradients: of the SSD and the big LSTM in FP32, as `mpcompile.diagnose` "

@@ -12,12 +12,10 @@ import sys
 import torch
 
 from benchmarks.harness.report import RESULTS
-
-from . import report_of
-from .again import look_again
-from .rows import FULL, keep
-from .store import Kept, Store
-from .tasks import ROWS
+from benchmarks.papers import report_of
+from benchmarks.papers.again import look_again
+from benchmarks.papers.rows import FULL, Kept, Store, keep
+from benchmarks.papers.tasks import ROWS
 
 
 def _newest(kind: str, section: str) -> dict[str, Kept]:

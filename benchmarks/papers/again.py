@@ -16,15 +16,10 @@ import numpy as np
 import torch
 
 from benchmarks.harness.report import Table
-from benchmarks.parity.rule import compare
-
-from .rows import FULL, train_elsewhere
-from .store import Kept, Row, Store
-from .task import Task
-from .training import Outcome
-from .ways import FP32, QUALITY, UNSCALED, Way
-
-__all__ = ["SIGNIFICANT", "chances", "corrected", "look_again", "off", "table", "verdicts"]
+from benchmarks.harness.ways import Way
+from benchmarks.papers.rows import FULL, Kept, Row, Store, train_elsewhere
+from benchmarks.papers.rule import compare
+from benchmarks.papers.task import FP32, QUALITY, UNSCALED, Outcome, Task
 
 SIGNIFICANT = 0.05
 """A corrected p below this is not taken for chance."""

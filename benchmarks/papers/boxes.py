@@ -12,9 +12,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["Found", "average_precision", "centred", "corners", "decode", "encode", "iou"]
-__all__ += ["match", "mean_average_precision", "suppress"]
-
 VARIANCES = (0.1, 0.1, 0.2, 0.2)
 """What SSD divides encoded boxes by: of x, y, width, height."""
 

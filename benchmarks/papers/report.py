@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
+
 from benchmarks.harness.report import Report, Table, plain
-from benchmarks.parity.rule import Comparison, compare
-
-from . import again as second
-from .histograms import Histogram
-from .histograms import table as magnitudes
-from .store import Kept, Row
-from .task import Task
-from .training import Outcome
-from .ways import FP32, QUALITY, UNSCALED
-
-__all__ = ["make_report"]
+from benchmarks.harness.ways import trainer_for
+from benchmarks.papers import again as second
+from benchmarks.papers.rows import Kept, Row
+from benchmarks.papers.rule import Comparison, compare
+from benchmarks.papers.task import FP32, QUALITY, UNSCALED, Outcome, Task
+from mpcompile.diagnosis import diagnose
+from mpcompile.diagnosis.histogram import RANGES, Chart, chart_of
 
 OFF = " (off)"
 """After a value that the rule does not pass."""
@@ -52,11 +51,7 @@ def make_report(
         tables=[
             _summary(tasks, rows, compared),
             magnitudes(histograms, {name: _ends(rows[name]) for name in histograms}),
-            *(
-                table
-                for task in tasks
-                for table in (compared[task.name].table, _scales(task, rows[task.name]))
-            ),
+            *in_detail(tasks, rows, compared),
             *([second.table(kept, again)] if again else []),
         ],
         verdicts={
@@ -75,6 +70,17 @@ def make_report(
         },
         environment=record,
     )
+
+
+def in_detail(
+    tasks: Sequence[Task], rows: Mapping[str, Row], compared: Mapping[str, Comparison]
+) -> list[Table]:
+    """Of each task: every metric under each way, then the loss scales."""
+    return [
+        table
+        for task in tasks
+        for table in (compared[task.name].table, _scales(task, rows[task.name]))
+    ]
 
 
 def _summary(
@@ -131,3 +137,61 @@ def _finite(value: Any) -> Any:
     if isinstance(value, list):
         return [_finite(item) for item in value]
     return value if not isinstance(value, float) or math.isfinite(value) else None
+
+
+# -- histograms ------------------------------------------------------------------------------------
+# Magnitudes of activation gradients over a training in FP32, as in the paper's figure 3.
+
+LOOKS = 5
+"""How often a training is looked at, in equal spans of its steps."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Histogram:
+    """Over all looks at a training.
+
+    Attributes:
+        counts: elements by binary exponent, as in a `Report` of `diagnose`.
+        zeros: elements that are zero in FP64.
+    """
+
+    counts: list[int]
+    zeros: int
+
+
+def look(task: Task, device: torch.device, steps: int | None = None) -> Histogram:
+    """Train in eager FP32 from seed 0, and diagnose steps on the way."""
+    torch.manual_seed(0)
+    training: Any = task.start(trainer_for(FP32, "eager", device), 0)
+    span = max(1, (steps or task.steps) // LOOKS)
+    reports = []
+    for _ in range(LOOKS):
+        for _ in range(span):
+            training.step()
+        probe = training.probe()
+        options = {"dtype": torch.float16, "level": "O2"}
+        reports.append(diagnose(probe.model, *probe.inputs, loss_fn=probe.loss, **options))
+    counts = [sum(column) for column in zip(*(r.histogram for r in reports), strict=True)]
+    return Histogram(counts, sum(report.zeros for report in reports))
+
+
+def chart(histogram: Histogram, scale: float | None = None) -> Chart:
+    """In percent of all elements that are not zero."""
+    return chart_of(histogram.counts, 0, scale)
+
+
+def magnitudes(histograms: Mapping[str, Histogram], scales: Mapping[str, Sequence[float]]) -> Table:
+    """What FP16 makes of the gradients, as they are and times a loss scale.
+
+    Args:
+        scales: of each task, where its trainings at O2 ended, by seed.
+    """
+    lines = []
+    for name, histogram in histograms.items():
+        zeros = 100 * histogram.zeros / (histogram.zeros + sum(histogram.counts))
+        panels = chart(histogram, min(scales[name])).panels
+        for factor, panel in zip((1.0, min(scales[name])), panels, strict=False):
+            shares = (f"{panel.percent(one.name):.3g}%" for one in RANGES)
+            lines.append((name, f"{factor:g}", f"{zeros:.1f}%", *shares))
+    columns = ("task", "times", "zero anyway, of all", *(one.name for one in RANGES))
+    return Table("Activation gradients in FP16, of those that are not zero", columns, lines)

@@ -21,21 +21,16 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.harness.checking import ALIKE
-from benchmarks.harness.processes import json_from_process
-from benchmarks.harness.record import environment
-from benchmarks.harness.report import SCRATCH, plain
+from benchmarks.harness.peak import peak_bytes
+from benchmarks.harness.processes import call_elsewhere
+from benchmarks.harness.report import SCRATCH, environment, plain
 from benchmarks.harness.timing import Arm, far_behind, idle_wait, take_turns
-from benchmarks.papers.store import fingerprint
+from benchmarks.harness.ways import Way, trainer_for
+from benchmarks.papers.rows import fingerprint
 from benchmarks.papers.task import Task, Training
-from benchmarks.papers.ways import Way, trainer_for
-from benchmarks.step_times.measure import REFUSED
-from benchmarks.whole_step.peak import peak_bytes
+from benchmarks.step_times import REFUSED
 from mpcompile.demo.train import bytes_saved_for_backward
 from mpcompile.scaling import copies
-
-from .ways import OURS, PEERS, ways
-
-__all__ = ["FULL", "QUICK", "RERUN", "Row", "Work", "measure_all", "measure_some"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,12 +120,17 @@ def _folder(work: Work, device: torch.device) -> Path:
 
 
 def _measured_elsewhere(task: Task, work: Work, device: torch.device) -> dict[str, Any]:
-    found: dict[str, Any] = json_from_process(
-        "-m", "benchmarks.peers.measure", task.name, json.dumps(dataclasses.asdict(work)),
-        device.type,
+    found: dict[str, Any] = call_elsewhere(
+        "benchmarks.peers.measure:measured", task.name, dataclasses.asdict(work), device.type,
         environment={"OMP_NUM_THREADS": str(torch.get_num_threads())},
     )  # fmt: skip
     return found
+
+
+def measured(name: str, work: dict[str, Any], kind: str) -> Any:
+    """What the fresh process does: one task under every arm."""
+    (task,) = (task for task in importlib.import_module(work["module"]).TASKS if task.name == name)
+    return plain(_measured(task, Work(**work), torch.device(kind)))
 
 
 def _condition(task: Task, device: torch.device) -> str:
@@ -220,8 +220,37 @@ def _steps(step: Callable[[], Any], seconds: float, wait: Callable[[], None]) ->
     return max(2, round(seconds / min(spent)))
 
 
-if __name__ == "__main__":
-    name, told, kind = sys.argv[1:]
-    work = Work(**json.loads(told))
-    (task,) = (task for task in importlib.import_module(work.module).TASKS if task.name == name)
-    print(json.dumps(plain(_measured(task, work, torch.device(kind)))))
+# -- ways ------------------------------------------------------------------------------------------
+# The arms: what users have without mpcompile, and mpcompile.
+
+EAGER = "eager FP32"
+COMPILED = "compile FP32"
+EAGER_AUTOCAST = "eager autocast"
+AUTOCAST = "compile + autocast"
+BUDGETED = "compile + autocast, budget 0.5"
+PEERS = (EAGER, COMPILED, EAGER_AUTOCAST, AUTOCAST, BUDGETED)
+PIECES = ("mpcompile O1", "mpcompile O2")
+WHOLE = ("mpcompile O1, whole step", "mpcompile O2, whole step")
+OURS = (*PIECES, *WHOLE)
+RECOMPUTES = "mpcompile O2, recompute"
+
+
+def ways(device: torch.device, emit: str) -> tuple[Way, ...]:
+    """All arms on a device: on a CPU in BF16, else in FP16; ours by `dtype="auto"`.
+
+    Every peer has a fused optimizer, those in FP16 a GradScaler. Only Inductor recomputes.
+    """
+    low = torch.bfloat16 if device.type == "cpu" else torch.float16
+    ours = "auto"
+    return (
+        Way(EAGER, fused=True),
+        Way(COMPILED, compiled=True, fused=True),
+        Way(EAGER_AUTOCAST, low, fused=True),
+        Way(AUTOCAST, low, compiled=True, fused=True),
+        Way(BUDGETED, low, compiled=True, fused=True, budget=0.5),
+        Way(PIECES[0], ours, "O1", fused=True),
+        Way(PIECES[1], ours, "O2"),
+        Way(WHOLE[0], ours, "O1", whole=True),
+        Way(WHOLE[1], ours, "O2", whole=True),
+        Way(RECOMPUTES, ours, "O2", options={"recompute": emit == "inductor"}),
+    )

@@ -20,14 +20,28 @@ autograd really holds.
 
 from __future__ import annotations
 
-from benchmarks.harness.record import environment
-from benchmarks.harness.report import Report, Settings
+import collections
+import dataclasses
+import re
+from collections.abc import Iterator, Sequence
 
-from .cases import TINY, Work
-from .count import count_all
-from .report import make_report
+import torch
 
-__all__ = ["run"]
+from benchmarks.harness.report import Report, Settings, Table, environment, plain
+from benchmarks.saved_bytes.count import (
+    AUTOCAST,
+    BUDGET,
+    HALF,
+    O1,
+    O2,
+    STEPPED,
+    TINY,
+    WITH_HEAD,
+    Counted,
+    Work,
+    count_all,
+)
+from mpcompile.plans.partitioned import Saved
 
 
 def run(settings: Settings) -> Report:
@@ -35,4 +49,202 @@ def run(settings: Settings) -> Report:
     device = settings.device
     work = TINY if settings.quick else Work()
     record = environment(device)
-    return make_report(work, device, count_all(work, device), record)
+    counted = count_all(work, device)
+    saved, held = counted.saved, counted.held
+    return Report(
+        name=f"saved_bytes_{device.type}",
+        title="Bytes saved for backward",
+        notes=_notes(device),
+        tables=[
+            *(
+                _table(name, found, held if name == work.small.name else None)
+                for name, found in saved.items()
+            ),
+            *(table for name, found in saved.items() for table in _lists(name, found)),
+        ],
+        verdicts=_verdicts(work, counted),
+        data={
+            "bytes": {
+                name: {way: totals(found) for way, found in ways.items()}
+                for name, ways in saved.items()
+            },
+            "held_by_autograd": held,
+            "saved": {
+                name: {way: plain(groups(found)) for way, found in ways.items()}
+                for name, ways in saved.items()
+            },
+        },
+        environment=record,
+    )
+
+
+# -- report ----------------------------------------------------------------------------------------
+# Totals beside those of pure half, what makes up the difference, and verdicts.
+
+OVER_HALF = 1.02
+FULL_SHARE = 0.01
+FUSED_OVER_AUTOCAST = 0.5
+LISTED = 0.002
+
+
+def _notes(device: torch.device) -> list[str]:
+    return [
+        "GB are 10^9 bytes. Counted in the forward that torch.compile's partitioner makes, before "
+        "code generation: each tensor returned for the backward's sake, once for each storage; "
+        "inputs of the graph (parameters, buffers, the batch, an MPOptimizer's low copies) do not "
+        "count. Copies of inputs, such as a weight cast to the low dtype, are part of the total. "
+        "The low dtype is BF16; pure half is the model and its images in it, compiled.",
+        f"Traced on {device.type}"
+        + (", with mpcompile's passes told that it is a GPU." if device.type == "cpu" else ".")
+        + " No dropout, whose masks every arm would keep. Budget: the partitioner's "
+        "activation_memory_budget. Recompute: `recompute=True`, and for the peer the setting of "
+        "torch's own partitioner that it stands for (ban_recompute_materialized_backward=False).",
+        "The last model is planned for the device that it runs on, op by op: `held` is what "
+        "saved-tensor hooks see.",
+        f"The lists name what one arm saves and pure half does not (and with a minus the reverse), "
+        f"matched by size and dtype, and what O2 saves in FP32, down to {LISTED:.1%} of the total.",
+    ]
+
+
+def _table(name: str, found: dict[str, list[Saved]], held: dict[str, int] | None) -> Table:
+    sums = {way: totals(saved) for way, saved in found.items()}
+    unit, label = (1e9, "GB") if max(t["all"] for t in sums.values()) > 1e8 else (1e6, "MB")
+
+    def row(way: str) -> tuple[str, ...]:
+        total = sums[way]
+        budget = way.partition(", budget")[1:] if ", budget" in way else ("", "")
+        against = (base.name + "".join(budget) for base in (HALF, AUTOCAST))
+        return (
+            way,
+            f"{total['all'] / unit:.3f}",
+            f"{total['fp32'] / unit:.3f}",
+            f"{total['fp32'] / total['all']:.1%}",
+            f"{total['copies'] / unit:.3f}",
+            *(f"{total['all'] / sums[base]['all']:.3f}x" for base in against),
+            *([f"{held[way] / unit:.3f}"] if held else []),
+        )
+
+    columns = ["", f"saved, {label}", f"of it FP32, {label}", "share", f"copies of inputs, {label}",
+               "over pure half", "over autocast"]  # fmt: skip
+    return Table(name, (*columns, *(["held, " + label] if held else [])), [*map(row, sums)])
+
+
+def _lists(name: str, found: dict[str, list[Saved]]) -> Iterator[Table]:
+    columns = ("computed by", "tensors", "shape", "dtype", "MB")
+    for way in (O1, O2, STEPPED, *WITH_HEAD):
+        if way.name not in found:
+            continue
+        least = LISTED * totals(found[way.name])["all"]
+        rows = [
+            (group.op, f"{more:+d}", str(list(group.shape)), group.dtype, f"{bytes_ / 1e6:+.1f}")
+            for group, more, bytes_ in excess(found[way.name], found[HALF.name])
+            if abs(bytes_) >= least
+        ]
+        if rows:
+            yield Table(f"{name}: {way.name} beyond pure half", columns, rows)
+    full = [s for s in found[STEPPED.name] if s.dtype is torch.float32]
+    rows = [
+        (place(g), str(g.count), str(list(g.shape)), g.dtype,
+         f"{g.bytes / 1e6:.1f}")
+        for g in groups(full) if g.bytes >= LISTED * totals(found[STEPPED.name])["all"]
+    ]  # fmt: skip
+    if rows:
+        yield Table(f"{name}: FP32 in {STEPPED.name}", columns, rows)
+
+
+def _verdicts(work: Work, counted: Counted) -> dict[str, bool]:
+    verdicts = {}
+    for name, found in counted.saved.items():
+        ours, half = (totals(found[way.name]) for way in (STEPPED, HALF))
+        over = ours["all"] / half["all"]
+        verdicts[f"{name}: O2 saves at most {OVER_HALF}x pure half: {over:.3f}x"] = (
+            over <= OVER_HALF
+        )
+        share = ours["fp32"] / ours["all"]
+        verdicts[f"{name}: FP32 under {FULL_SHARE:.0%} of O2's bytes: {share:.1%}"] = (
+            share < FULL_SHARE
+        )
+    for case in work.cases:
+        for way in (w for w in WITH_HEAD if case.head):
+            found = counted.saved[case.name]
+            ours, theirs = (totals(found[w.at(BUDGET).name]) for w in (way, AUTOCAST))
+            over = ours["all"] / theirs["all"]
+            claim = f"{case.name}: {way.name} at most {FUSED_OVER_AUTOCAST}x autocast, both at"
+            verdicts[f"{claim} budget {BUDGET:g}: {over:.3f}x"] = over <= FUSED_OVER_AUTOCAST
+    small, held = counted.saved[work.small.name], counted.held
+    apart = max(abs(held[way] / totals(saved)["all"] - 1) for way, saved in small.items())
+    verdicts[f"counted and held bytes agree within 1%: {apart:.2%}"] = apart < 0.01
+    return verdicts
+
+
+# -- sums ------------------------------------------------------------------------------------------
+# Sums over what programs save, and what one saves beyond another.
+
+SHOWN = 4
+"""Of the groups of tensors in which two programs differ, so many are named."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """Saved tensors that are alike."""
+
+    count: int
+    op: str
+    module: str
+    shape: tuple[int, ...]
+    dtype: str
+    bytes: int
+    copied: bool
+
+
+def groups(saved: Sequence[Saved]) -> list[Group]:
+    """By operator, module, shape and dtype, the largest first."""
+    found = [
+        Group(number, one.op, one.module, one.shape, _short(one.dtype), number * one.bytes,
+              one.copied)
+        for one, number in collections.Counter(saved).items()
+    ]  # fmt: skip
+    return sorted(found, key=lambda group: -group.bytes)
+
+
+def _short(dtype: torch.dtype) -> str:
+    """As `bf16`, `f32`, `i64`."""
+    name = str(dtype).removeprefix("torch.")
+    return re.sub(r"^(bfloat|float|uint|int)", lambda m: m[0].replace("loat", ""), name)
+
+
+def place(group: Group) -> str:
+    """How many, by which operator, in which module."""
+    return f"{group.count} {group.op}" + (f" in {group.module}" if group.module else "")
+
+
+def totals(saved: Sequence[Saved]) -> dict[str, int]:
+    """Bytes: all, those in FP32, those of copies of inputs."""
+    return {
+        "all": sum(s.bytes for s in saved),
+        "fp32": sum(s.bytes for s in saved if s.dtype is torch.float32),
+        "copies": sum(s.bytes for s in saved if s.copied),
+    }
+
+
+def excess(ours: Sequence[Saved], theirs: Sequence[Saved]) -> list[tuple[Group, int, int]]:
+    """Where two programs differ, copies of inputs aside: one of the tensors (its `op` names
+    several), and how many more of its size and dtype the first saves, in number and in bytes; the
+    largest difference first.
+    """
+
+    def alike(one: Saved) -> tuple[int, torch.dtype]:
+        return (one.bytes, one.dtype)
+
+    mine, others = (
+        collections.Counter(alike(one) for one in side if not one.copied) for side in (ours, theirs)
+    )
+    found = []
+    for key in mine.keys() | others.keys():
+        more = mine[key] - others[key]
+        if more:
+            side = ours if more > 0 else theirs
+            example = groups([one for one in side if alike(one) == key and not one.copied])
+            group = dataclasses.replace(example[0], op=", ".join(map(place, example[:SHOWN])))
+            found.append((group, more, more * key[0]))
+    return sorted(found, key=lambda entry: -abs(entry[2]))

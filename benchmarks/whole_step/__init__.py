@@ -24,16 +24,25 @@ with empty caches, *warm* with those that the cold one has left.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 import torch
 
-from benchmarks.harness.record import environment
-from benchmarks.harness.report import Report, Settings, paragraphs
-
-from .measure import measure_all
-from .report import make_report
-from .tasks import TINY, work_for
-
-__all__ = ["run"]
+from benchmarks.harness.report import Report, Settings, Table, environment, paragraphs, plain, where
+from benchmarks.harness.timing import Ratio, ratio, summarize
+from benchmarks.whole_step.measure import (
+    ARMS,
+    EAGER,
+    PEER,
+    PLAIN,
+    WARM_UP,
+    WHOLE,
+    Measured,
+    Row,
+    Started,
+    measure_all,
+)
+from benchmarks.whole_step.tasks import TINY, Work, work_for
 
 
 def run(settings: Settings) -> Report:
@@ -47,3 +56,144 @@ def run(settings: Settings) -> Report:
     finally:
         torch.set_num_threads(threads)
     return make_report(found, work, device, notes=paragraphs(__doc__), record=record)
+
+
+# -- report ----------------------------------------------------------------------------------------
+# Ratios to the peer, verdicts and tables.
+
+_MB = 1e6
+
+
+def make_report(
+    found: Measured,
+    work: Work,
+    device: torch.device,
+    *,
+    notes: Sequence[str],
+    record: Mapping[str, str],
+) -> Report:
+    """The whole report; `record` says what was measured on, as `environment` does."""
+    ratios = {name: over_peer(row) for name, row in found.rows.items()}
+    tables = [_summary(ratios)]
+    tables += [_table(name, row, ratios[name]) for name, row in found.rows.items()]
+    if found.starts:
+        tables.append(_starts(found.starts))
+    return Report(
+        name=f"whole_step_{device.type}",
+        title=f"A training step compiled as a whole, on {where(device)}",
+        notes=[*notes, _how(work), *_remarks(found.rows)],
+        tables=tables,
+        verdicts=_verdicts(found.rows, ratios),
+        data={
+            "rounds": work.rounds,
+            "steps": {task.name: task.steps for task in work.tasks},
+            "rows": plain(found.rows),
+            "ratios": plain(ratios),
+            "starts": plain(found.starts),
+        },
+        environment=record,
+    )
+
+
+def over_peer(row: Row) -> dict[str, Ratio]:
+    """For each arm that was timed how many times faster than the peer it is; {} without a peer."""
+    if PEER not in row.seconds:
+        return {}
+    return {
+        arm: ratio(row.seconds[PEER], samples)
+        for arm, samples in row.seconds.items()
+        if arm != PEER
+    }
+
+
+def _how(work: Work) -> str:
+    return (
+        f"Steps are medians [p10, p90] of {work.rounds} interleaved rounds, all arms in one "
+        "process. A ratio is the median over the rounds of peer/arm within a round, with its 95% "
+        "bootstrap interval: above 1, the arm is faster. The loss is that of step "
+        f"{WARM_UP} on a batch that stays the same. MB are 10^6 bytes."
+    )
+
+
+def _remarks(rows: Mapping[str, Row]) -> list[str]:
+    """What is not whole and why, what is left out, and how often torch left the graph."""
+    remarks = [
+        f"{name}: {arm} is not whole: {why}."
+        for name, row in rows.items()
+        for arm, why in row.left.items()
+    ]
+    remarks += [
+        f"{name}: {arm} takes {seconds:.1f} s a step; left out."
+        for name, row in rows.items()
+        for arm, seconds in row.slow.items()
+    ]
+    remarks += [
+        f"{name}: {arm} can't run here, torch says: {error}."
+        for name, row in rows.items()
+        for arm, error in row.refused.items()
+    ]
+    remarks += [
+        f"{name}: {arm} does not train: its optimizer never got a gradient; left out."
+        for name, row in rows.items()
+        for arm in row.untrained
+    ]
+    broken = ", ".join(f"{row.graphs} ({name})" for name, row in rows.items())
+    return [*remarks, f"Graphs that Dynamo makes of {PLAIN}: {broken}."]
+
+
+def _summary(ratios: Mapping[str, Mapping[str, Ratio]]) -> Table:
+    arms = [arm for arm in ARMS if arm != PEER]
+    rows = [
+        (name, *(f"{by_arm[arm].paired:.2f}x" if arm in by_arm else "" for arm in arms))
+        for name, by_arm in ratios.items()
+    ]
+    return Table("How many times faster than the peer", ("", *arms), rows)
+
+
+def _table(name: str, row: Row, ratios: Mapping[str, Ratio]) -> Table:
+    lines = [
+        (
+            arm,
+            summarize(row.seconds[arm]).text(digits=3),
+            str(ratios.get(arm, "")),
+            f"{row.bare[arm] * 1e3:.3f}" if arm in row.bare else "",
+            f"{row.held[arm] / _MB:.2f}",
+            f"{(row.held[arm] + row.peak[arm]) / _MB:.2f}",
+            f"{row.losses[arm][-1]:.4f}",
+        )
+        for arm in ARMS
+        if arm in row.seconds
+    ]
+    columns = ("arm", "step, ms", "peer over it", "without its graphs, ms", "held, MB", "peak, MB",
+               "loss")  # fmt: skip
+    return Table(name, columns, lines)
+
+
+def _starts(starts: Mapping[str, Mapping[str, Started]]) -> Table:
+    rows = [
+        (
+            name,
+            *(f"{by_arm[a].cold:.1f} / {by_arm[a].warm:.1f}" if a in by_arm else "" for a in arms),
+        )
+        for arms in [[arm for arm in ARMS if arm != EAGER]]
+        for name, by_arm in starts.items()
+    ]
+    columns = ("", *(arm for arm in ARMS if arm != EAGER))
+    return Table("Starts, cold / warm, in seconds", columns, rows)
+
+
+def _verdicts(
+    rows: Mapping[str, Row], ratios: Mapping[str, Mapping[str, Ratio]]
+) -> dict[str, bool]:
+    verdicts = {}
+    for name, row in rows.items():
+        for arm in WHOLE:
+            if (found := ratios[name].get(arm)) is not None:
+                claim = f"{name}: {arm} takes no longer than the peer: {found}"
+                verdicts[claim] = found.paired >= 1
+                ours, theirs = (row.held[a] + row.peak[a] for a in (arm, PEER))
+                claim = (
+                    f"{name}: {arm} needs no more memory than the peer: {ours / theirs:.2f} of it"
+                )
+                verdicts[claim] = ours <= theirs
+    return verdicts

@@ -16,8 +16,6 @@ from torch._inductor.output_code import CompiledFxGraph
 from mpcompile.optim import step as step_module
 from mpcompile.whole_step.call import Call
 
-__all__ = ["Graphs"]
-
 
 class Graphs:
     """The calls of compiled graphs in one step.

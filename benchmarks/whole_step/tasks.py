@@ -13,8 +13,6 @@ from torch import Tensor, nn
 from benchmarks.models import MLP, Discriminator, Generator, Sample, Tagger, resnet18
 from mpcompile.demo.model import GPT, GPTConfig
 
-__all__ = ["DTYPES", "TINY", "Loss", "Task", "TrainStep", "Work", "dcgan", "work_for"]
-
 DTYPES: Mapping[str, torch.dtype] = {"FP16": torch.float16, "BF16": torch.bfloat16}
 
 TrainStep = Callable[..., Tensor]

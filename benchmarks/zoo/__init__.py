@@ -30,11 +30,9 @@ have the dtype that the planner gives them.
 
 from __future__ import annotations
 
-from benchmarks.harness.record import environment
-from benchmarks.harness.report import SCRATCH, Report, Settings, paragraphs
-
-from .pieces import installed, measure_each
-from .report import LEAST, make_report
+from benchmarks.harness.report import SCRATCH, Report, Settings, environment, paragraphs
+from benchmarks.zoo.catalogue import installed, measure_each
+from benchmarks.zoo.report import LEAST, make_report
 
 __all__ = ["DEVICES", "run"]
 

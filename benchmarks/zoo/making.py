@@ -14,21 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = [
-    "LENGTH",
-    "ROWS",
-    "TEXT",
-    "VISION",
-    "WORDS",
-    "Entry",
-    "hugging_face",
-    "image",
-    "language",
-    "random_everywhere",
-    "translation",
-    "waveform",
-]
-
 WORDS, LENGTH, ROWS = 101, 13, 2
 
 _SPREAD = 0.02

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import functools
+import importlib
+import sys
 from collections.abc import Mapping
+from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .making import Entry, Inputs, random_everywhere
-from .timm_import import timm
-
-__all__ = ["CONVOLUTIONS", "MIXERS", "TRANSFORMERS"]
+from benchmarks.zoo.making import Entry, Inputs, random_everywhere
 
 _CLASSES, _ROWS = 7, 4
 
@@ -112,3 +113,46 @@ MIXERS = {
     "sequencer2d": _mixer("sequencer2d_s", 35, img_size=35, layers=(1, 1, 1, 1),
                           embed_dims=(18, 36, 36, 36), hidden_sizes=(9, 9, 9, 9)),
 }  # fmt: skip
+
+
+# -- timm import -----------------------------------------------------------------------------------
+# timm's models, where torchvision is missing.
+#
+# timm imports torchvision, whose wheels fit one build of torch each; beside another build its
+# import fails. timm's models use nothing of it: only timm's data sets do, and a check for one
+# class of layers. So where torchvision can't be imported, stand-ins take its modules' places
+# while timm is imported.
+
+_IMPORTED = ("torchvision", "torchvision.ops", "torchvision.ops.misc", "torchvision.transforms",
+             "torchvision.transforms.functional", "torchvision.datasets")  # fmt: skip
+"""What timm 1.0 imports of torchvision, other than in a `try`."""
+
+
+class _FrozenBatchNorm2d(nn.Module):
+    """timm asks whether a layer is an instance of it; none of the zoo's is."""
+
+
+def timm() -> ModuleType:
+    """The package.
+
+    Raises:
+        ImportError: timm itself isn't installed.
+    """
+    if "timm" in sys.modules or _importable("torchvision"):
+        return importlib.import_module("timm")
+    stand_ins = {name: mock.MagicMock() for name in _IMPORTED}
+    stand_ins["torchvision.ops.misc"].FrozenBatchNorm2d = _FrozenBatchNorm2d
+    sys.modules.update(stand_ins)
+    try:
+        return importlib.import_module("timm")
+    finally:  # others must not take them for torchvision
+        for name in _IMPORTED:
+            del sys.modules[name]
+
+
+def _importable(name: str) -> bool:
+    try:
+        importlib.import_module(name)
+    except (ImportError, RuntimeError):  # torchvision 0.28 beside another build: its operators lack
+        return False
+    return True

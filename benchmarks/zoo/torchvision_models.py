@@ -19,9 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .making import Entry, Inputs, random_everywhere
-
-__all__ = ["CLASSIFIERS", "DETECTORS", "FLOWS", "SEGMENTERS", "VIDEOS"]
+from benchmarks.zoo.making import Entry, Inputs, random_everywhere
 
 _CLASSES = 5
 Draw = Callable[[torch.Generator, int], Inputs]

@@ -14,9 +14,8 @@ from benchmarks import __main__ as commands
 from benchmarks.__main__ import main, registry
 from benchmarks.harness import checking
 from benchmarks.harness.checking import ALIKE, NOISE, check, committed, fallen, ratios_of
-from benchmarks.harness.ratios import Ratio
-from benchmarks.harness.record import environment
-from benchmarks.harness.report import RESULTS, Report, plain
+from benchmarks.harness.report import RESULTS, Report, environment, plain
+from benchmarks.harness.timing import Ratio
 
 CPU = torch.device("cpu")
 

@@ -13,28 +13,19 @@ import pytest
 import torch
 from repository import ROOT
 
-from benchmarks import conv, gpt, parity, small
+from benchmarks import conv, gpt, padding, parity, small, step_times
 from benchmarks.__main__ import main, registry
 from benchmarks.first_steps import measure as first_steps
 from benchmarks.first_steps.trainings import TINY as TINY_TRAININGS
-from benchmarks.gpt import arms as gpt_arms
-from benchmarks.gpt import starts as gpt_starts
-from benchmarks.gpt.measure import measure_all
-from benchmarks.gpt.report import make_report, verdicts
-from benchmarks.harness.processes import json_from_process
-from benchmarks.harness.ratios import ratio, summarize
-from benchmarks.harness.record import environment
-from benchmarks.harness.report import Report, Settings, Table, paragraphs, plain
-from benchmarks.harness.timing import Arm, far_behind, take_turns
-from benchmarks.optimizer_step import arms as optimizer_arms
+from benchmarks.gpt import make_report, measure_all, verdicts
+from benchmarks.harness.processes import call_elsewhere, calls_elsewhere, cold_and_warm
+from benchmarks.harness.report import Report, Settings, Table, environment, paragraphs, plain
+from benchmarks.harness.timing import Arm, far_behind, ratio, summarize, take_turns
 from benchmarks.optimizer_step import measure as optimizer_step
-from benchmarks.padding import measure as padding
-from benchmarks.parity import training
-from benchmarks.parity.rule import deviations
-from benchmarks.saved_bytes import cases
-from benchmarks.saved_bytes.sums import excess
-from benchmarks.step_times import measure as step_times
-from benchmarks.step_times.report import over_better
+from benchmarks.papers.rule import deviations
+from benchmarks.saved_bytes import count as cases
+from benchmarks.saved_bytes import excess
+from benchmarks.step_times import over_better
 from mpcompile.plans.partitioned import Saved
 
 CPU = torch.device("cpu")
@@ -106,10 +97,10 @@ def test_an_arm_that_is_far_behind() -> None:
 def test_what_is_left_out_has_no_verdict() -> None:
     """And where nothing runs low, FP32's speed is what is to be kept."""
     same = ratio([1.0], [1.0])
-    over_fp32 = {f"{ours} over {gpt_arms.FP32}": same for ours in gpt_arms.OURS}
-    kept = verdicts(over_fp32, {}, dict.fromkeys(gpt_arms.OURS, False))
+    over_fp32 = {f"{ours} over {gpt.FP32}": same for ours in gpt.OURS}
+    kept = verdicts(over_fp32, {}, dict.fromkeys(gpt.OURS, False))
     assert list(kept.values()) == [True, True]
-    missed = verdicts(over_fp32, {}, dict.fromkeys(gpt_arms.OURS, True))
+    missed = verdicts(over_fp32, {}, dict.fromkeys(gpt.OURS, True))
     assert list(missed.values()) == [False, False]
 
 
@@ -176,31 +167,41 @@ def test_notes_are_what_follows_the_summary() -> None:
     assert paragraphs(None) == []
 
 
-def test_a_fresh_process_hands_back_its_last_line() -> None:
-    code = "import json, os, sys; print('noise'); print(json.dumps([os.environ['X'], sys.argv[1]]))"
-    assert json_from_process("-c", code, "b", environment={"X": "a"}) == ["a", "b"]
-
-
 def test_a_fresh_process_starts_at_the_root_of_the_repository() -> None:
-    code = "import json, os; print(json.dumps(os.path.isfile('pyproject.toml')))"
-    assert json_from_process("-c", code, environment={}) is True
+    assert call_elsewhere("os:getcwd") == str(ROOT)
 
 
-def test_a_fresh_process_that_fails_is_quoted() -> None:
-    with pytest.raises(RuntimeError, match=r"(?s)ended with 3.*last words"):
-        json_from_process(
-            "-c", "import sys; print('last words', file=sys.stderr); sys.exit(3)", environment={}
-        )
+def test_a_fresh_process_has_the_variables_that_it_is_given() -> None:
+    assert call_elsewhere("os:getenv", "X", environment={"X": "a"}) == "a"
+
+
+def test_what_a_fresh_process_prints_is_no_result() -> None:
+    assert call_elsewhere("builtins:print", "noise") is None
+    assert call_elsewhere("os:system", "echo noise") == 0
+
+
+def test_one_fresh_process_serves_several_calls_until_one_fails() -> None:
+    calls = calls_elsewhere("operator:truediv", [(1, 2), (3, 4), (1, 0), (1, 1)])
+    assert [next(calls), next(calls)] == [0.5, 0.75]
+    with pytest.raises(RuntimeError, match=r"(?s)operator:truediv: .* ended with 1.*ZeroDivision"):
+        next(calls)
+
+
+def test_a_warm_start_finds_what_the_cold_one_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "another")
+    cold, warm = cold_and_warm("os:getenv", "TORCHINDUCTOR_CACHE_DIR")
+    assert cold == warm != "another"
+    assert cold_and_warm("os:getenv", "TORCHINDUCTOR_CACHE_DIR")[0] != cold
 
 
 @pytest.mark.slow("a benchmark's own test, which runs it small")
 def test_a_first_step_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpt_starts, "work_for", lambda device: gpt_arms.TINY)
-    found = gpt_starts.first_step(gpt_arms.O1, CPU)
+    monkeypatch.setattr(gpt, "work_for", lambda device: gpt.TINY)
+    found = gpt.first_step(gpt.O1, "cpu")
     assert 0 < found["passes"] < found["seconds"]
-    monkeypatch.setattr(optimizer_step, "work_for", lambda device: optimizer_arms.TINY)
-    for name in (optimizer_arms.OURS[0].name, optimizer_arms.COMPILED):
-        assert optimizer_step.first_steps(name, CPU) > 0
+    monkeypatch.setattr(optimizer_step, "work_for", lambda device: optimizer_step.TINY)
+    for name in (optimizer_step.OURS[0].name, optimizer_step.COMPILED):
+        assert optimizer_step.first_steps(name, "cpu") > 0
 
 
 def test_every_arm_starts_cold_and_then_warm_from_its_own_caches(
@@ -212,23 +213,23 @@ def test_every_arm_starts_cold_and_then_warm_from_its_own_caches(
         started.append((name, cache.name))
         return {"number": len(started)}
 
-    monkeypatch.setattr(gpt_starts, "_start", start)
-    work = dataclasses.replace(gpt_arms.TINY, warm_starts=2)
-    found = gpt_starts.measure_starts(work, CPU, ("an arm", "other"))
+    monkeypatch.setattr(gpt, "_start", start)
+    work = dataclasses.replace(gpt.TINY, warm_starts=2)
+    found = gpt.measure_starts(work, CPU, ("an arm", "other"))
     assert started == [("an arm", "an_arm"), ("other", "other")] * 3
     assert found["other"] == {"cold": {"number": 2}, "warm": [{"number": 4}, {"number": 6}]}
 
 
 @pytest.mark.sweep("runs a benchmark, small")
 def test_a_first_step_of_gpt_in_a_fresh_process(tmp_path: Path) -> None:
-    found = gpt_starts._start(gpt_arms.O1, CPU, tmp_path)
+    found = gpt._start(gpt.O1, CPU, tmp_path)
     assert 0 < found["passes"] < found["seconds"]
     assert found["cache_hits"] == 0
 
 
 @pytest.mark.sweep("runs a benchmark, small")
 def test_first_steps_of_an_optimizer_in_a_fresh_process() -> None:
-    assert optimizer_step._start(optimizer_arms.OURS[0].name, CPU) > 0
+    assert optimizer_step._start(optimizer_step.OURS[0].name, CPU) > 0
 
 
 def test_registry_finds_each_benchmark() -> None:
@@ -266,27 +267,27 @@ def test_gpt_tiny(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", "gpt", "--quick", "--out", str(tmp_path)]) == 0
     data = json.loads((tmp_path / "gpt_cpu.json").read_text())
     losses = data["first_loss"]
-    assert losses.keys() == set(gpt_arms.ARMS)
-    assert all(abs(loss - losses[gpt_arms.FP32]) < 0.02 for loss in losses.values())
-    assert data["saved_bytes"][gpt_arms.O2] < data["saved_bytes"][gpt_arms.FP32]
+    assert losses.keys() == set(gpt.ARMS)
+    assert all(abs(loss - losses[gpt.FP32]) < 0.02 for loss in losses.values())
+    assert data["saved_bytes"][gpt.O2] < data["saved_bytes"][gpt.FP32]
     assert "mpcompile O1 over compile FP32" in capsys.readouterr().out
 
 
 @pytest.mark.slow("a benchmark's own test, which runs it small")
 def test_gpt_in_fp16_tiny() -> None:
     """The arms that only a GPU runs at full size."""
-    work = dataclasses.replace(gpt_arms.TINY, half=True)
+    work = dataclasses.replace(gpt.TINY, half=True)
     report = make_report(work, CPU, measure_all(work, CPU), {})
     losses = report.data["first_loss"]
-    assert losses.keys() == {*gpt_arms.ARMS, *gpt_arms.HALF_ARMS}
-    assert all(abs(loss - losses[gpt_arms.FP32]) < 0.02 for loss in losses.values())
-    pair = f"{gpt_arms.HALF_O2} over {gpt_arms.HALF_AUTOCAST}"
+    assert losses.keys() == {*gpt.ARMS, *gpt.HALF_ARMS}
+    assert all(abs(loss - losses[gpt.FP32]) < 0.02 for loss in losses.values())
+    pair = f"{gpt.HALF_O2} over {gpt.HALF_AUTOCAST}"
     assert all(pair in group for group in report.data["ratios"].values())
 
 
 @pytest.mark.slow("a benchmark's own test, which runs it small")
 def test_parity_tiny(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(training, "MIXED", {"BF16 O1": (torch.bfloat16, "O1")})
+    monkeypatch.setattr(parity, "MIXED", [way for way in parity.MIXED if way.name == "BF16 O1"])
     report = parity.run(Settings(device=CPU, quick=True))
     assert [table.title for table in report.tables][::2] == [
         "Convolutional net on digits",
@@ -301,10 +302,10 @@ def test_parity_tiny(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_optimizer_step_tiny(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", "optimizer_step", "--quick", "--out", str(tmp_path)]) == 0
     data = json.loads((tmp_path / "optimizer_step_cpu.json").read_text())
-    arms = (*optimizer_arms.OURS, *optimizer_arms.PEERS)
-    assert data["seconds_per_step"].keys() == {*(a.name for a in arms), optimizer_arms.COPY}
+    arms = (*optimizer_step.OURS, *optimizer_step.PEERS)
+    assert data["seconds_per_step"].keys() == {*(a.name for a in arms), optimizer_step.COPY}
     # p, m, v read and written; gradients read twice; the copy written; counters on top.
-    for ours in optimizer_arms.OURS:
+    for ours in optimizer_step.OURS:
         moved = data["bytes_per_parameter"][ours.name]
         assert 0 < moved - (24 + (2 * 2 + 2 if ours.low else 2 * 4)) < 0.1
     assert "GradScaler + fused AdamW" in capsys.readouterr().out
@@ -329,7 +330,7 @@ def test_padding_tiny(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert main(["run", "padding", "--quick", "--out", str(tmp_path)]) == 0
     data = json.loads((tmp_path / "padding_cpu.json").read_text())
     for model in data["models"].values():
-        assert set(model["seconds"]) == set(padding.ARMS)
+        assert set(model["seconds"]) == {*padding.PEERS, *padding.OURS}
         never = model["losses"][padding.NEVER]
         assert model["losses"][padding.AUTO] == never
         assert all(abs(loss - never) < 0.02 * never for loss in model["losses"].values())

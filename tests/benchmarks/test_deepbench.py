@@ -10,17 +10,27 @@ import pytest
 import torch
 
 from benchmarks.__main__ import main
-from benchmarks.deepbench import shapes
-from benchmarks.deepbench.measure import ARMS, FULL, LOW, ODD, Found, Work, work_for
-from benchmarks.deepbench.report import make_report
-from benchmarks.deepbench.shapes import Shape
+from benchmarks.deepbench import (
+    ARMS,
+    CPU_SHAPES,
+    CUDA_SHAPES,
+    FULL,
+    LOW,
+    ODD,
+    QUICK_SHAPES,
+    Found,
+    Shape,
+    Work,
+    make_report,
+    work_for,
+)
 from mpcompile.profile.model import KINDS
 
 CPU = torch.device("cpu")
 PADDED = {"gemm": ("n", "k"), "conv": ("in_channels", "out_channels"), "rnn": ("input", "hidden")}
 
 
-@pytest.mark.parametrize("shape", shapes.CUDA, ids=lambda shape: shape.name)
+@pytest.mark.parametrize("shape", CUDA_SHAPES, ids=lambda shape: shape.name)
 def test_the_odd_size_has_one_less_where_padding_looks(shape: Shape) -> None:
     kind = shape.aligned.kind
     names = KINDS[kind].dims
@@ -32,15 +42,15 @@ def test_the_odd_size_has_one_less_where_padding_looks(shape: Shape) -> None:
 
 def test_a_convolution_is_named_by_its_input() -> None:
     """DeepBench's W x H x C, N images, K filters; a stride of 2 halves the sides."""
-    (shape,) = (one for one in shapes.CPU if "108" in one.name)
+    (shape,) = (one for one in CPU_SHAPES if "108" in one.name)
     assert shape.name == "conv 108x108x3, N=8, K=64, 3x3, stride 2"
     assert shape.aligned.dims == (8, 3, 64, 9, 54 * 54, 1)
 
 
 def test_a_gpu_has_the_shapes_of_a_cpu_and_larger_ones() -> None:
-    assert set(shapes.CPU) < set(shapes.CUDA)
-    assert work_for(CPU).shapes == shapes.CPU
-    names = [shape.name for shape in shapes.CUDA]
+    assert set(CPU_SHAPES) < set(CUDA_SHAPES)
+    assert work_for(CPU).shapes == CPU_SHAPES
+    names = [shape.name for shape in CUDA_SHAPES]
     assert len(set(names)) == len(names)
 
 
@@ -75,7 +85,7 @@ def test_an_arm_that_is_far_behind_is_shown_with_its_one_time() -> None:
 def test_tiny(tmp_path: Path) -> None:
     assert main(["run", "deepbench", "--quick", "--out", str(tmp_path)]) == 0
     data = json.loads((tmp_path / "deepbench_cpu.json").read_text())
-    assert len(data["shapes"]) == len(shapes.QUICK)
+    assert len(data["shapes"]) == len(QUICK_SHAPES)
     for one in data["shapes"].values():
         assert one["seconds"].keys() | one["left_out"].keys() == set(ARMS)
         seconds = [s for samples in one["seconds"].values() for s in samples]

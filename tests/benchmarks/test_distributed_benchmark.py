@@ -15,10 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.__main__ import main
-from benchmarks.distributed.arms import ARMS, AUTOCAST, DDP, Arm
-from benchmarks.distributed.counting import Collective, sent_in
-from benchmarks.distributed.measure import Counted
-from benchmarks.distributed.report import verdicts
+from benchmarks.distributed import ARMS, AUTOCAST, DDP, Arm, Collective, Counted, sent_in, verdicts
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch without distributed")
 

@@ -7,17 +7,13 @@ from __future__ import annotations
 import itertools
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from repository import ROOT
 
-from benchmarks.ablations.figure import draw_report
+from benchmarks.figures import DRAWN, FIGURES, TELLING
 from benchmarks.harness.report import RESULTS
-from benchmarks.papers import figure as papers
-from benchmarks.peers.figure import draw as draw_peers
 
 pytest.importorskip("matplotlib")
 
@@ -27,25 +23,15 @@ from matplotlib.figure import Figure
 from matplotlib.text import Text
 from matplotlib.transforms import Bbox
 
-FIGURES = ROOT / "docs" / "figures"
-
 
 def committed(name: str) -> Any:
     return json.loads((RESULTS / f"{name}.json").read_text())
 
 
-def draw_papers(path: Path) -> Figure:
-    rows = committed("papers_cpu")["rows"]
-    return papers.draw(path, {name: row["runs"] for name, row in rows.items()})
-
-
-DRAWN: dict[str, Callable[[Path], Figure]] = {
-    "ablations": lambda path: draw_report(path, committed("ablations_cpu")),
-    "gradients": lambda path: papers.draw_gradients(path, committed("papers_cpu")["histograms"]),
-    "papers": draw_papers,
-    "peers": lambda path: draw_peers(path, committed("peers_cpu")["rows"]),
-}
-"""Figure -> what draws it of the committed results."""
+def drawn(name: str, folder: Path) -> Figure:
+    """A figure, of the committed results."""
+    draw, report = DRAWN[name]
+    return draw(folder / f"{name}.svg", committed(report))
 
 
 def names(figure: str) -> set[str]:
@@ -57,7 +43,7 @@ def names(figure: str) -> set[str]:
         return {*committed("papers_cpu")["histograms"]}
     rows = committed(f"{figure}_cpu")["rows"]
     ways = {way for row in rows.values() for way in row.get("runs", ())}
-    return {*rows, *ways} - {*papers.TELLING}
+    return {*rows, *ways} - {*TELLING}
 
 
 def words(figure: Figure, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Bbox]]:
@@ -79,7 +65,7 @@ def words(figure: Figure, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Bb
 @pytest.mark.slow_rows("a benchmark's own test, which runs it small")
 @pytest.mark.parametrize("name", DRAWN)
 def test_words(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    figure = DRAWN[name](tmp_path / f"{name}.svg")
+    figure = drawn(name, tmp_path)
     found = words(figure, monkeypatch)
     assert names(name) <= {word.replace("\n", " ") for word, _ in found}
     width, height = figure.bbox.size
@@ -93,12 +79,12 @@ def test_words(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.slow_rows("a benchmark's own test, which runs it small")
 @pytest.mark.parametrize("name", DRAWN)
 def test_the_committed_figure_says_the_same(name: str, tmp_path: Path) -> None:
-    """Else draw it again: `python -m benchmarks.ablations`, `benchmarks.papers.figure` or
-    `benchmarks.peers.figure`.
+    """Else draw it again: `python -m benchmarks.ablations`, `benchmarks.figures` or
+    `benchmarks.figures`.
 
     Letters are outlines in these files; a comment beside them has each word.
     """
-    DRAWN[name](tmp_path / f"{name}.svg")
+    drawn(name, tmp_path)
     said = [
         re.findall(r"<!-- (.*?) -->", (folder / f"{name}.svg").read_text())
         for folder in (FIGURES, tmp_path)

@@ -19,11 +19,10 @@ import torch
 from gpus_by_name import ROOT, needs_a_cpu_build
 
 from benchmarks.__main__ import devices, registry
-from benchmarks.gpu import packages, runner, smoke, summary
-from benchmarks.gpu.__main__ import main
-from benchmarks.gpu.pieces import LONGEST, MODELS, PIECES
+from benchmarks.gpu import packages, runner, smoke
+from benchmarks.gpu.__main__ import LONGEST, MODELS, PIECES, main
 from benchmarks.gpu.runner import FAILED, KILLED, NOT_RUN, PASSED, Piece, Record
-from benchmarks.real_models.tasks import BY_DEVICE
+from benchmarks.real_models import BY_DEVICE
 
 
 def script(name: str, code: str, limit: float = 20.0) -> Piece:
@@ -184,8 +183,8 @@ def test_each_record_is_on_disk_when_it_is_told(tmp_path: Path) -> None:
 def test_the_summary_and_the_archive(tmp_path: Path) -> None:
     pieces = [passing("good"), script("bad", "raise SystemExit('a | b')")]
     records = runner.run(pieces, tmp_path, versions={"torch": "2"})
-    (tmp_path / summary.PACKAGES).mkdir()
-    summary.write([*records, Record("later")], tmp_path)
+    (tmp_path / runner.PACKAGES).mkdir()
+    runner.write_summary([*records, Record("later")], tmp_path)
     text = (tmp_path / "summary.md").read_text()
     assert "- torch: 2" in text
     lines = [re.sub(r" +", " ", line) for line in text.splitlines() if line.startswith("|")]
@@ -197,10 +196,10 @@ def test_the_summary_and_the_archive(tmp_path: Path) -> None:
     ]
     plain = json.loads((tmp_path / "summary.json").read_text())
     assert [entry["status"] for entry in plain] == [PASSED, FAILED, NOT_RUN]
-    with tarfile.open(tmp_path / summary.ARCHIVE) as archive:
+    with tarfile.open(tmp_path / runner.ARCHIVE) as archive:
         names = archive.getnames()
     assert {"summary.md", "good/log.txt", "bad/record.json"} <= set(names)
-    assert summary.PACKAGES not in names
+    assert runner.PACKAGES not in names
 
 
 # -- packages --------------------------------------------------------------------------------------

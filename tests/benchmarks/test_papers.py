@@ -15,19 +15,19 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from benchmarks.gpu.pieces import ROWS as PAPERS_ROWS
+from benchmarks import figures
+from benchmarks.gpu.__main__ import ROWS as PAPERS_ROWS
 from benchmarks.harness.report import plain
-from benchmarks.papers import figure, histograms, rows, store
+from benchmarks.harness.timing import spans
+from benchmarks.harness.ways import Trainer, Way
+from benchmarks.papers import report as reports
+from benchmarks.papers import rows
 from benchmarks.papers.again import SIGNIFICANT, chances, corrected, look_again, off
-from benchmarks.papers.histograms import Histogram
-from benchmarks.papers.report import OFF, make_report
-from benchmarks.papers.store import Kept, Row, Store
-from benchmarks.papers.task import Metrics, Probe, Task
+from benchmarks.papers.report import OFF, Histogram, make_report
+from benchmarks.papers.rows import Kept, Row, Store
+from benchmarks.papers.rule import compare
+from benchmarks.papers.task import FP32, QUALITY, Metrics, Outcome, Probe, Task, train
 from benchmarks.papers.tasks import AS_AVERAGED, ROWS, TASKS
-from benchmarks.papers.training import Outcome, spans, train
-from benchmarks.papers.ways import FP32, QUALITY, Trainer, Way
-from benchmarks.parity.rule import compare
-from benchmarks.peers import figure as bars
 from mpcompile.observe.record import EXPONENTS
 from mpcompile.whole_step.train_step import goes_backward
 
@@ -180,28 +180,30 @@ def test_the_table_marks_what_is_off_and_json_has_no_nan(tmp_path: Path) -> None
 def test_histograms_are_of_all_looks() -> None:
     """Each of the five looks counts the gradient of the layer's result, 8 rows of 16."""
     task = dataclasses.replace(LINE, start=Probed)
-    found = histograms.look(task, CPU)
-    assert sum(found.counts) + found.zeros == histograms.LOOKS * 8 * 16
+    found = reports.look(task, CPU)
+    assert sum(found.counts) + found.zeros == reports.LOOKS * 8 * 16
 
 
 def test_figures_are_the_same_for_the_same_numbers(tmp_path: Path) -> None:
     curves = [{"curve": [1.0, None]}, {"curve": [3.0, 1.0]}]
-    results = {TASKS[0].name: {way.name: curves for way in QUALITY}}
+    trained = {TASKS[0].name: {"runs": {way.name: curves for way in QUALITY}}}
     names = ("eager FP32", "compile + autocast", "mpcompile O2")
     timed = {"net": {"seconds": {n: [1.0, 2.0] for n in names}, "saved": dict.fromkeys(names, 8)}}
-    for name in "ab":
-        figure.draw(tmp_path / f"curves_{name}.svg", results)
-        bars.draw(tmp_path / f"bars_{name}.svg", timed)
-        figure.draw_gradients(tmp_path / f"gradients_{name}.svg", {"net": vars(SMALL)})
-    for what in ("curves", "bars", "gradients"):
-        first, second = (tmp_path / f"{what}_{name}.svg" for name in "ab")
-        assert first.read_bytes() == second.read_bytes()
+    for draw, report in (
+        (figures.draw_papers, {"rows": trained}),
+        (figures.draw_peers, {"rows": timed}),
+        (figures.draw_gradients, {"histograms": {"net": vars(SMALL)}}),
+    ):
+        draw(tmp_path / "figure.svg", report)
+        first = (tmp_path / "figure.svg").read_bytes()
+        draw(tmp_path / "figure.svg", report)
+        assert (tmp_path / "figure.svg").read_bytes() == first
 
 
 def test_a_fingerprint_is_of_the_files_that_a_task_is_made_of() -> None:
     for task in TASKS:
-        names = {path.name for path in store._sources(task.module, set())}
-        assert {"ways.py", "task.py"} < names
+        names = {path.name for path in rows._sources(task.module, set())}
+        assert {"ways.py", f"{task.module.rpartition('.')[2]}.py"} <= names
         assert "report.py" not in names
 
 
@@ -273,30 +275,32 @@ def test_the_peers_of_every_task_are_compiled(task: Task) -> None:
 
 
 @pytest.fixture
-def trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
+def trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     """The (task, device, seeds, ways) of each training that is asked for, none of which is done."""
-    asked: list[tuple[str, ...]] = []
+    asked: list[tuple[Any, ...]] = []
 
-    def train_elsewhere(*arguments: str, environment: dict[str, str]) -> Any:
-        number, kind, seeds, *ways = arguments[2:]
-        asked.append((ROWS[int(number)].name, kind, seeds, *(QUALITY[int(w)].name for w in ways)))
-        return {QUALITY[int(way)].name: plain(outcomes(1.0)) for way in ways}
+    def train_elsewhere(
+        function: str, name: str, kind: str, seeds: int, ways: list[str],
+        environment: dict[str, str],
+    ) -> Any:  # fmt: skip
+        asked.append((name, kind, seeds, *ways))
+        return {way: plain(outcomes(1.0)) for way in ways}
 
-    monkeypatch.setattr(rows, "json_from_process", train_elsewhere)
-    monkeypatch.setattr(store, "SCRATCH", tmp_path / "scratch")
-    monkeypatch.setattr(store, "RESULTS", tmp_path)
+    monkeypatch.setattr(rows, "call_elsewhere", train_elsewhere)
+    monkeypatch.setattr(rows, "SCRATCH", tmp_path / "scratch")
+    monkeypatch.setattr(rows, "RESULTS", tmp_path)
     return asked
 
 
 def test_a_row_is_kept_or_committed_or_trained(
-    tmp_path: Path, trained: list[tuple[str, ...]]
+    tmp_path: Path, trained: list[tuple[Any, ...]]
 ) -> None:
     task = ROWS[-1]
     assert Store("cpu").kept(task) is None
     assert Store("cpu").latest(task) is None
     row = rows.keep(task, CPU)
     assert rows.keep(task, CPU) == Store("cpu").kept(task) == row
-    assert trained == [(task.name, "cpu", "3", *(way.name for way in QUALITY))]
+    assert trained == [(task.name, "cpu", 3, *(way.name for way in QUALITY))]
     shutil.rmtree(tmp_path / "scratch")
     committed = tmp_path / "papers_cpu.json"
     committed.write_text(json.dumps({"rows": {task.name: plain(row)}}))
@@ -310,7 +314,7 @@ def test_a_row_is_kept_or_committed_or_trained(
 
 
 def test_a_row_that_lacks_a_package_is_not_trained(
-    tmp_path: Path, trained: list[tuple[str, ...]], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, trained: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The report has the one that is committed."""
     lacking = [dataclasses.replace(LINE, name=name, needs=("no_such_package",)) for name in "ab"]
@@ -328,7 +332,7 @@ def test_a_row_that_lacks_a_package_is_not_trained(
 # -- what is off, again ----------------------------------------------------------------------------
 
 
-def test_only_what_is_off_is_trained_from_all_seeds(trained: list[tuple[str, ...]]) -> None:
+def test_only_what_is_off_is_trained_from_all_seeds(trained: list[tuple[Any, ...]]) -> None:
     task = dataclasses.replace(ROWS[0], metric="weights", grains={})
     row = row_of(math.nan)
     assert off(task, row) == []
@@ -336,7 +340,7 @@ def test_only_what_is_off_is_trained_from_all_seeds(trained: list[tuple[str, ...
     row["BF16 O1"] = outcomes(1.0, 2.0, 9.0)
     first = look_again(task, Kept("", "here", row), CPU)
     assert look_again(task, Kept("", "here", row), CPU) == first
-    assert trained == [(task.name, "cpu", "10", "BF16 O1")]
+    assert trained == [(task.name, "cpu", 10, "BF16 O1")]
 
 
 @pytest.mark.slow("a benchmark's own test, which runs it small")

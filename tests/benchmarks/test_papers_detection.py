@@ -11,10 +11,17 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.papers import boxes
-from benchmarks.papers.task import Task
+from benchmarks.papers.task import QUALITY, Task, train
 from benchmarks.papers.tasks.detection import Detector, multibox_loss, prior_boxes
-from benchmarks.papers.tasks.detection_data import SHAPES, SIDE, Scenes, scenes
-from benchmarks.papers.tasks.detection_loop import batches, precision, rate
+from benchmarks.papers.tasks.detection_data import (
+    SHAPES,
+    SIDE,
+    Scenes,
+    batches,
+    precision,
+    rate,
+    scenes,
+)
 from benchmarks.papers.tasks.detection_torchvision import (
     RETINANET,
     SSDLITE,
@@ -22,8 +29,6 @@ from benchmarks.papers.tasks.detection_torchvision import (
     ssdlite,
     targets,
 )
-from benchmarks.papers.training import train
-from benchmarks.papers.ways import QUALITY
 
 CPU = torch.device("cpu")
 FP16_O2 = next(way for way in QUALITY if way.name == "FP16 O2")

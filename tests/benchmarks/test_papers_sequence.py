@@ -10,23 +10,9 @@ from typing import cast
 import pytest
 import torch
 
-from benchmarks.papers.task import Task
-from benchmarks.papers.tasks.speech import DEEP_SPEECH
-from benchmarks.papers.tasks.speech.data import (
-    BLANK,
-    FRAMES,
-    LETTERS,
-    PITCHES,
-    Utterances,
-    spelled,
-    utterances,
-)
-from benchmarks.papers.tasks.speech.net import DeepSpeech, frames_out
-from benchmarks.papers.tasks.speech.train import distance
-from benchmarks.papers.tasks.speech.train import greedy as heard
-from benchmarks.papers.tasks.translation import LSTM_ATTENTION, TRANSFORMER, grammar
-from benchmarks.papers.tasks.translation.corpus import BEGIN, END, PAD, Corpus, corpus, words_of
-from benchmarks.papers.tasks.translation.grammar import (
+from benchmarks.papers.task import QUALITY, Task, train
+from benchmarks.papers.tasks import grammar
+from benchmarks.papers.tasks.grammar import (
     NOUNS,
     Clause,
     NounPhrase,
@@ -34,11 +20,36 @@ from benchmarks.papers.tasks.translation.grammar import (
     source_of,
     target_of,
 )
-from benchmarks.papers.tasks.translation.lstm import LSTMTranslator
-from benchmarks.papers.tasks.translation.train import bleu, greedy, noam
-from benchmarks.papers.tasks.translation.transformer import Transformer, sinusoids
-from benchmarks.papers.training import train
-from benchmarks.papers.ways import QUALITY
+from benchmarks.papers.tasks.speech import (
+    BLANK,
+    DEEP_SPEECH,
+    FRAMES,
+    LETTERS,
+    PITCHES,
+    DeepSpeech,
+    Utterances,
+    distance,
+    frames_out,
+    spelled,
+    utterances,
+)
+from benchmarks.papers.tasks.speech import greedy as heard
+from benchmarks.papers.tasks.translation import (
+    BEGIN,
+    END,
+    LSTM_ATTENTION,
+    PAD,
+    TRANSFORMER,
+    Corpus,
+    LSTMTranslator,
+    Transformer,
+    bleu,
+    corpus,
+    greedy,
+    noam,
+    sinusoids,
+    words_of,
+)
 
 CPU = torch.device("cpu")
 

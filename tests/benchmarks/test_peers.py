@@ -7,11 +7,9 @@ import dataclasses
 import pytest
 import torch
 
-from benchmarks.peers.measure import measure_all
-from benchmarks.peers.report import geometric_mean, make_report
-from benchmarks.peers.ways import AUTOCAST, COMPILED, OURS
-from benchmarks.real_models import quick
-from benchmarks.real_models.tasks import BY_DEVICE, TASKS, TINY
+from benchmarks.peers import geometric_mean, make_report
+from benchmarks.peers.measure import AUTOCAST, COMPILED, OURS, measure_all
+from benchmarks.real_models import BY_DEVICE, TASKS, TINY, quick
 
 
 def test_the_geometric_mean_of_twice_and_half_is_one() -> None:

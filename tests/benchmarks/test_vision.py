@@ -10,11 +10,10 @@ import torch
 
 import benchmarks.vision
 from benchmarks.__main__ import main
-from benchmarks.vision.report import make_report
-from benchmarks.zoo.arms import ARMS, BOTH, COMPILED, floating
+from benchmarks.vision import make_report
 from benchmarks.zoo.catalogue import TORCHVISION
-from benchmarks.zoo.faults import faults
-from benchmarks.zoo.measure import measure
+from benchmarks.zoo.measure import ARMS, BOTH, COMPILED, floating, measure
+from benchmarks.zoo.report import faults
 
 # torch warns, while Dynamo traces other libraries, of what those do.
 third_party = pytest.mark.filterwarnings("ignore")

@@ -9,13 +9,23 @@ import torch
 from torch import Tensor
 
 from benchmarks import whole_step
+from benchmarks.harness.peak import peak_bytes
 from benchmarks.harness.report import Settings
-from benchmarks.whole_step import starts
-from benchmarks.whole_step.arms import ARMS, EAGER, OURS, PEER, PIECES, PLAIN, WHOLE, Trainee
+from benchmarks.whole_step import make_report, measure, over_peer
 from benchmarks.whole_step.bare import Graphs
-from benchmarks.whole_step.measure import Measured, Row, measure_all
-from benchmarks.whole_step.peak import peak_bytes
-from benchmarks.whole_step.report import make_report, over_peer
+from benchmarks.whole_step.measure import (
+    ARMS,
+    EAGER,
+    OURS,
+    PEER,
+    PIECES,
+    PLAIN,
+    WHOLE,
+    Measured,
+    Row,
+    Trainee,
+    measure_all,
+)
 from benchmarks.whole_step.tasks import CPU as AT_FULL_SIZE
 from benchmarks.whole_step.tasks import TINY, dcgan
 
@@ -162,22 +172,21 @@ def test_a_peer_that_torch_refuses_to_run_is_left_out(monkeypatch: pytest.Monkey
 
 
 def test_a_start_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(starts, "work_for", lambda device: TINY)
-    assert starts.first_steps("MLP 8, FP16", WHOLE[0], CPU) > 0
+    monkeypatch.setattr(measure, "work_for", lambda device: TINY)
+    assert measure.first_steps("MLP 8, FP16", WHOLE[0], "cpu") > 0
 
 
-def test_every_arm_of_a_start_is_cold_and_then_warm(monkeypatch: pytest.MonkeyPatch) -> None:
-    caches: list[str] = []
+def test_each_arm_of_a_start_is_timed_in_processes_of_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def run(function: str, *arguments: str) -> list[float]:
+        assert function == "benchmarks.whole_step.measure:first_steps"
+        assert arguments == ("a row", arguments[1], "cpu")
+        return [float(OURS.index(arguments[1])), 9.0]
 
-    def run(*arguments: str, environment: dict[str, str]) -> float:
-        assert arguments[1:] == ("benchmarks.whole_step", "a row", OURS[len(caches) // 2], "cpu")
-        caches.append(environment["TORCHINDUCTOR_CACHE_DIR"])
-        return float(len(caches))
-
-    monkeypatch.setattr(starts, "json_from_process", run)
-    found = starts.measure_starts("a row", OURS[:2], CPU)
-    assert [dataclasses.astuple(s) for s in found.values()] == [(1.0, 2.0), (3.0, 4.0)]
-    assert caches[0] == caches[1] != caches[2] == caches[3]
+    monkeypatch.setattr(measure, "cold_and_warm", run)
+    found = measure.measure_starts("a row", OURS[:2], CPU)
+    assert [dataclasses.astuple(s) for s in found.values()] == [(0.0, 9.0), (1.0, 9.0)]
 
 
 def test_starts_are_of_rows_that_exist() -> None:

@@ -13,12 +13,10 @@ import torch
 
 from benchmarks import zoo_saved
 from benchmarks.__main__ import main
-from benchmarks.zoo import DRAWS, pieces, saved, timm_import
-from benchmarks.zoo.arms import AUTOCAST, BOTH, COMPILED, HALF, LEVELS
-from benchmarks.zoo.catalogue import LIBRARIES
-from benchmarks.zoo.faults import faults, further_off, ratio_to
-from benchmarks.zoo.measure import FLOOR, _dead, measure
-from benchmarks.zoo.report import make_report
+from benchmarks.zoo import DRAWS, timm_models
+from benchmarks.zoo.catalogue import LIBRARIES, measure_each
+from benchmarks.zoo.measure import AUTOCAST, BOTH, COMPILED, FLOOR, HALF, LEVELS, _dead, measure
+from benchmarks.zoo.report import faults, further_off, make_report, ratio_to
 
 # torch warns, while Dynamo traces other libraries, of what those do.
 third_party = pytest.mark.filterwarnings("ignore")
@@ -151,34 +149,36 @@ def test_verdicts_count_rows() -> None:
 
 
 def worker(text: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """In place of the process that measures; it notes the names that it is asked for."""
-    package = folder / "benchmarks" / "zoo"
-    package.mkdir(parents=True)
-    for module in (package.parent / "__init__.py", package / "__init__.py"):
-        module.touch()
+    """In place of what measures, `made_up:measure`; it notes the names that it is asked for."""
     notes = folder / "notes"
     lines = [
-        "import json, sys", "for name in sys.argv[2:]:",
+        "import sys", "def measure(name, draws):",
         f"    print(name, file=open({str(notes)!r}, 'a'))", f"    {text}",
-        "    print(json.dumps({'name': name}), flush=True)",
+        "    return {'name': name}",
     ]  # fmt: skip
-    (package / "measure.py").write_text("\n".join(lines))
-    monkeypatch.setattr(pieces, "ROOT", folder)
+    (folder / "made_up.py").write_text("\n".join(lines))
+    monkeypatch.setenv("PYTHONPATH", str(folder))
     return notes
+
+
+MADE_UP = "made_up:measure"
 
 
 def test_rows_are_kept_and_taken_up_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     notes = worker("pass", tmp_path, monkeypatch)
-    kept = tmp_path / "scratch" / "rows.jsonl"
     names = ["timm/a", "timm/b"]
-    assert pieces.measure_each(names[:1], 7, kept=kept, commit="abc") == [{"name": "timm/a"}]
-    rows = pieces.measure_each(names, 7, kept=kept, commit="abc")
-    assert rows == [{"name": "timm/a"}, {"name": "timm/b"}]
+
+    def measured(number: int, draws: int, commit: str) -> list[dict[str, Any]]:
+        kept = tmp_path / "scratch" / "rows.jsonl"
+        return measure_each(names[:number], draws, kept=kept, commit=commit, function=MADE_UP)
+
+    assert measured(1, 7, "abc") == [{"name": "timm/a"}]
+    assert measured(2, 7, "abc") == [{"name": "timm/a"}, {"name": "timm/b"}]
     assert notes.read_text().split() == names
     # Another commit, other draws, or uncommitted changes: measured anew.
     for draws, commit in ((7, "abd"), (3, "abc"), (7, "abd+changes"), (7, "abd+changes")):
         notes.unlink()
-        pieces.measure_each(names[:1], draws, kept=kept, commit=commit)
+        measured(1, draws, commit)
         assert notes.read_text().split() == ["timm/a"]
 
 
@@ -186,7 +186,7 @@ def test_a_process_that_dies_takes_one_row_along(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     notes = worker("name == 'timm/b' and sys.exit(3)", tmp_path, monkeypatch)
-    rows = pieces.measure_each(["timm/a", "timm/b", "timm/c"], 1)
+    rows = measure_each(["timm/a", "timm/b", "timm/c"], 1, function=MADE_UP)
     died = {"name": "timm/b", "died": "its process ended with 3"}
     assert rows == [{"name": "timm/a"}, died, {"name": "timm/c"}]
     assert notes.read_text().split() == ["timm/a", "timm/b", "timm/c"]
@@ -198,9 +198,9 @@ def test_timm_leaves_no_stand_in_behind(monkeypatch: pytest.MonkeyPatch) -> None
     pytest.importorskip("transformers")  # timm's other needs come with it
     for name in [name for name in sys.modules if name.partition(".")[0] == "timm"]:
         monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setattr(timm_import, "_importable", lambda name: False)
+    monkeypatch.setattr(timm_models, "_importable", lambda name: False)
     try:
-        package = timm_import.timm()
+        package = timm_models.timm()
     except ImportError:
         pytest.skip("timm isn't installed")
     assert package.create_model("resnet10t")
@@ -246,7 +246,7 @@ def test_bytes_of_a_model() -> None:
     """Its own loss: the low logits, and on a CPU casts of weights, which autocast keeps, too."""
     if importlib.util.find_spec("transformers") is None:
         pytest.skip("not installed")
-    row = saved.saved("transformers/gpt2")
+    row = zoo_saved.saved("transformers/gpt2")
     ours, theirs = row["saved"]["O1"], row["saved"][BOTH]
     assert 0 < ours["casts"] <= theirs["casts"]
     assert ours["held"] - ours["casts"] <= 1.01 * (theirs["held"] - theirs["casts"])

@@ -6,7 +6,7 @@ from math import inf, nan
 
 import pytest
 import torch
-from mpcompile.scaling.repairs import Repairs
+from mpcompile.scaling.skipped_steps import Repairs
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree

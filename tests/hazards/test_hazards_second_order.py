@@ -14,8 +14,7 @@ from module_of import module_of
 from torch import nn
 from versions import since
 
-from benchmarks.second_order.count import found_of
-from benchmarks.second_order.programs import DERIVATIVES, OTHERS, inputs
+from benchmarks.second_order import DERIVATIVES, OTHERS, found_of, inputs
 from mpcompile import MPOptimizer, compiled_plans, mpcompile
 from mpcompile.capture import derivatives
 from mpcompile.errors import MPCompileError

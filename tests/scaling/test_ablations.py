@@ -10,9 +10,7 @@ import pytest
 import torch
 
 from benchmarks import ablations
-from benchmarks.ablations import training
-from benchmarks.ablations.fp16 import Magnitudes, vanishes
-from benchmarks.ablations.report import scaled_verdicts, stored_verdicts
+from benchmarks.ablations import scaled_verdicts, stored_verdicts, training
 from benchmarks.ablations.training import (
     DYNAMIC,
     FP32,
@@ -20,9 +18,11 @@ from benchmarks.ablations.training import (
     MASTERS,
     SCALES,
     UNSCALED,
+    Magnitudes,
     Outcome,
     train_scaled,
     train_stored,
+    vanishes,
 )
 from benchmarks.harness.report import Settings
 

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from benchmarks.emucuda.streams import LAG
+from benchmarks.emucuda.device import LAG
 
 CUDA = torch.device("cuda")
 LOW = [torch.float16, torch.bfloat16]

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.fakecuda.counting import Counter, count
-from benchmarks.fakecuda.multi_tensor import launches_of
+from benchmarks.fakecuda.launches import launches_of
 from mpcompile import MPOptimizer, mpcompile
 
 

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import nn
 from whole_steps import Run, Setting, agree, agree_left, batches, net
 
+from benchmarks.harness.peak import peak_bytes
 from benchmarks.models import Tagger
-from benchmarks.whole_step.peak import peak_bytes
 from mpcompile import MPOptimizer, train_step
 from mpcompile.whole_step import one_graph
 from mpcompile.whole_step.extra_inputs import Held

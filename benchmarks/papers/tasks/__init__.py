@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from ..task import Task
-from .classification import INCEPTION, RESNET
-from .detection import SSD
-from .detection_torchvision import RETINANET, SSDLITE
-from .gan import DCGAN
-from .language import BIG_LSTM, BIG_LSTM_AS_AVERAGED, GPT_AS_AVERAGED, GPT_TASK
-from .recommendation import DLRM
-from .speech import DEEP_SPEECH
-from .translation import LSTM_ATTENTION, TRANSFORMER, TRANSFORMER_AS_AVERAGED
+from benchmarks.papers.task import Task
+from benchmarks.papers.tasks.classification import INCEPTION, RESNET
+from benchmarks.papers.tasks.detection import SSD
+from benchmarks.papers.tasks.detection_torchvision import RETINANET, SSDLITE
+from benchmarks.papers.tasks.gan import DCGAN
+from benchmarks.papers.tasks.language import (
+    BIG_LSTM,
+    BIG_LSTM_AS_AVERAGED,
+    GPT_AS_AVERAGED,
+    GPT_TASK,
+)
+from benchmarks.papers.tasks.recommendation import DLRM
+from benchmarks.papers.tasks.speech import DEEP_SPEECH
+from benchmarks.papers.tasks.translation import LSTM_ATTENTION, TRANSFORMER, TRANSFORMER_AS_AVERAGED
 
 __all__ = ["AS_AVERAGED", "BIG_LSTM", "ROWS", "SSD", "TASKS"]
 

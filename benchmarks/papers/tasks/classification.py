@@ -19,11 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.digits import digits
-
-from ..task import Metrics, Task
-from ..ways import Trainer
-
-__all__ = ["INCEPTION", "RESNET"]
+from benchmarks.harness.ways import Trainer
+from benchmarks.papers.task import Metrics, OneModel, Task, one_cycle
 
 BATCH = 64
 STEPS = 300
@@ -124,18 +121,10 @@ def _images(device: torch.device) -> tuple[Split, Split]:
     return (train, train_y), (test, test_y)
 
 
-class _Training:
+class _Training(OneModel):
     def __init__(self, net: Callable[[], nn.Module], trainer: Trainer, seed: int) -> None:
-        self._device = trainer.device
-        self._trainer = trainer
-        self._net = trainer.model(net())
         sgd = functools.partial(torch.optim.SGD, lr=PEAK, momentum=0.9, weight_decay=5e-4)
-        self._optimizer = trainer.optimizer(sgd, [*self._net.parameters()])
-        self._schedule = torch.optim.lr_scheduler.OneCycleLR(
-            self._optimizer, max_lr=PEAK, total_steps=STEPS + 1, cycle_momentum=False
-        )
-        self._batches = self._draw(seed)
-        self._update = trainer.whole(self._train)
+        super().__init__(trainer, seed, net(), sgd, schedule=one_cycle(PEAK, STEPS))
 
     def _draw(self, seed: int) -> Iterator[Split]:
         images, labels = _images(self._device)[0]
@@ -147,18 +136,8 @@ class _Training:
                 framed = F.pad(images[chosen], (1, 1, 1, 1), value=images.min().item())
                 yield framed[:, :, top : top + 8, left : left + 8].contiguous(), labels[chosen]
 
-    def step(self) -> Tensor:
-        loss = self._update(*next(self._batches))
-        if self._schedule.last_epoch < STEPS:  # who times steps may take more of them
-            self._schedule.step()
-        return loss
-
-    def _train(self, images: Tensor, labels: Tensor) -> Tensor:
-        with self._trainer.forward():
-            loss = F.cross_entropy(self._net(images), labels)
-        self._trainer.backward(loss)
-        self._trainer.update(self._optimizer)
-        return loss.detach()
+    def _loss(self, images: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(self._net(images), labels)
 
     @torch.no_grad()
     def judge(self) -> Metrics:

@@ -10,18 +10,26 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .. import boxes
-from ..task import Metrics, Probe, Task
-from ..ways import Trainer
-from .detection_data import SHAPES, SIDE, Scenes, scenes
-from .detection_loop import DATA, HELD_OUT, batches, precision, rate
-
-__all__ = ["SSD", "Detector", "multibox_loss", "prior_boxes"]
+from benchmarks.harness.ways import Trainer
+from benchmarks.papers import boxes
+from benchmarks.papers.task import Metrics, OneModel, Probe, Task
+from benchmarks.papers.tasks.detection_data import (
+    DATA,
+    HELD_OUT,
+    SHAPES,
+    SIDE,
+    Scenes,
+    batches,
+    precision,
+    rising,
+    scenes,
+)
 
 CLASSES = len(SHAPES) + 1
 """0 is the ground."""
@@ -149,23 +157,15 @@ RATE, WARM_UP = 1.5e-2, 300
 """The learning rate, and the steps in which it rises to that."""
 
 
-class _Training:
+class _Training(OneModel):
     def __init__(self, trainer: Trainer, seed: int) -> None:
-        self._trainer = trainer
-        self._net = trainer.model(Detector())
-        sgd = functools.partial(torch.optim.SGD, lr=RATE, momentum=0.9, weight_decay=5e-4)
-        self._optimizer = trainer.optimizer(sgd, [*self._net.parameters()])
-        rising = functools.partial(rate, steps=STEPS, warm_up=WARM_UP)
-        self._schedule = torch.optim.lr_scheduler.LambdaLR(self._optimizer, rising)
         self._priors = prior_boxes().to(trainer.device)
-        self._batches = batches(seed, BATCH, trainer.device)
-        self._update = trainer.whole(self._train)
+        sgd = functools.partial(torch.optim.SGD, lr=RATE, momentum=0.9, weight_decay=5e-4)
+        super().__init__(trainer, seed, Detector(), sgd, schedule=rising(STEPS, WARM_UP))
 
-    def step(self) -> Tensor:
-        batch = next(self._batches)
-        loss = self._update(batch.images, *self._targets(batch))
-        self._schedule.step()
-        return loss
+    def _draw(self, seed: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        for batch in batches(seed, BATCH, self._device):
+            yield batch.images, *self._targets(batch)
 
     def _targets(self, batch: Scenes) -> tuple[Tensor, Tensor]:
         """Of each prior: the encoded box (B, P, 4), the class (B, P)."""
@@ -178,26 +178,19 @@ class _Training:
         wanted = torch.where((taken < 0).unsqueeze(-1), self._priors, wanted)
         return boxes.encode(wanted, self._priors), classes
 
-    def _train(self, images: Tensor, aims: Tensor, classes: Tensor) -> Tensor:
-        with self._trainer.forward():
-            loss = multibox_loss(*self._net(images), aims, classes)
-        self._trainer.backward(loss)
-        self._trainer.update(self._optimizer)
-        return loss.detach()
+    def _loss(self, images: Tensor, aims: Tensor, classes: Tensor) -> Tensor:
+        return multibox_loss(*self._net(images), aims, classes)
 
     def probe(self) -> Probe:
-        batch = next(self._batches)
-        aims, classes = self._targets(batch)
-        return Probe(
-            self._net, (batch.images,), lambda result: multibox_loss(*result, aims, classes)
-        )
+        images, aims, classes = next(self._batches)
+        return Probe(self._net, (images,), lambda result: multibox_loss(*result, aims, classes))
 
     @torch.no_grad()
     def judge(self) -> Metrics:
         data = scenes(HELD_OUT, seed=2)
         losses, found = [], []
         for start in range(0, HELD_OUT, 50):
-            batch = data[start : start + 50].to(self._trainer.device)
+            batch = data[start : start + 50].to(self._device)
             places, logits = self._net.forward(batch.images)
             losses.append(multibox_loss(places, logits, *self._targets(batch)).item())
             found += _found(boxes.decode(places, self._priors).cpu(), logits.softmax(-1).cpu())

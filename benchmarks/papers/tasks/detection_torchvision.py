@@ -9,19 +9,26 @@ from __future__ import annotations
 
 import functools
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .. import boxes
-from ..task import Metrics, Task
-from ..ways import Trainer
-from .detection_data import SHAPES, SIDE, Scenes, scenes
-from .detection_loop import DATA, HELD_OUT, batches, precision, rate
-
-__all__ = ["RETINANET", "SSDLITE"]
+from benchmarks.harness.ways import Trainer
+from benchmarks.papers import boxes
+from benchmarks.papers.task import Metrics, OneModel, Task
+from benchmarks.papers.tasks.detection_data import (
+    DATA,
+    HELD_OUT,
+    SHAPES,
+    SIDE,
+    Scenes,
+    batches,
+    precision,
+    rising,
+    scenes,
+)
 
 CLASSES = len(SHAPES) + 1
 """0 is the ground, which RetinaNet has no use for."""
@@ -89,31 +96,19 @@ WARM_UP = 60
 Targets = list[dict[str, Tensor]]
 
 
-class _Training:
+class _Training(OneModel):
     def __init__(
         self, trainer: Trainer, seed: int, build: Callable[[], nn.Module], top: float, steps: int
     ) -> None:
-        self._trainer = trainer
-        self._net = trainer.model(build())
         adam = functools.partial(torch.optim.AdamW, lr=top, weight_decay=1e-4)
-        self._optimizer = trainer.optimizer(adam, [*self._net.parameters()])
-        rising = functools.partial(rate, steps=steps, warm_up=WARM_UP)
-        self._schedule = torch.optim.lr_scheduler.LambdaLR(self._optimizer, rising)
-        self._batches = batches(seed, BATCH, trainer.device)
-        self._update = trainer.whole(self._train)
+        super().__init__(trainer, seed, build(), adam, schedule=rising(steps, WARM_UP))
 
-    def step(self) -> Tensor:
-        batch = next(self._batches)
-        loss = self._update([*batch.images], targets(batch))
-        self._schedule.step()
-        return loss
+    def _draw(self, seed: int) -> Iterator[tuple[list[Tensor], Targets]]:
+        for batch in batches(seed, BATCH, self._device):
+            yield [*batch.images], targets(batch)
 
-    def _train(self, images: list[Tensor], wanted: Targets) -> Tensor:
-        with self._trainer.forward():
-            loss = _loss(self._net(images, wanted))
-        self._trainer.backward(loss)
-        self._trainer.update(self._optimizer)
-        return loss.detach()
+    def _loss(self, images: list[Tensor], wanted: Targets) -> Tensor:
+        return _sum(self._net(images, wanted))
 
     @torch.no_grad()
     def judge(self) -> Metrics:
@@ -121,10 +116,10 @@ class _Training:
         net = self._net.eval()
         losses, found = [], []
         for start in range(0, HELD_OUT, 50):
-            batch = data[start : start + 50].to(self._trainer.device)
+            batch = data[start : start + 50].to(self._device)
             # Losses are what a detector answers in training; its layers remain in evaluation.
             net.training = True
-            losses.append(_loss(net.forward([*batch.images], targets(batch))).item())
+            losses.append(_sum(net.forward([*batch.images], targets(batch))).item())
             net.training = False
             found += [_found(one) for one in net.forward([*batch.images])]
         net.train()
@@ -147,7 +142,7 @@ def targets(batch: Scenes) -> Targets:
     return [{"boxes": box, "labels": label} for box, label in zip(corners, labels, strict=True)]
 
 
-def _loss(parts: dict[str, Tensor]) -> Tensor:
+def _sum(parts: dict[str, Tensor]) -> Tensor:
     return torch.stack([part.float() for part in parts.values()]).sum()
 
 

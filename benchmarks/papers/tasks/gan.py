@@ -21,11 +21,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.digits import digits
-
-from ..task import Metrics, Task
-from ..ways import Trainer
-
-__all__ = ["DCGAN", "frechet_distance"]
+from benchmarks.harness.ways import Trainer
+from benchmarks.models import Discriminator, Generator, drawn_as_dcgan
+from benchmarks.papers.task import Metrics, Task
 
 BATCH = 64
 NOISE = 32
@@ -35,45 +33,9 @@ MADE = 2160
 """Images that are judged: four for each one held out."""
 
 
-def _drawn(layer: nn.Module) -> None:
-    if isinstance(layer, (nn.Conv2d, nn.ConvTranspose2d)):
-        nn.init.normal_(layer.weight, 0.0, 0.02)
-    elif isinstance(layer, nn.BatchNorm2d):
-        nn.init.normal_(layer.weight, 1.0, 0.02)
-
-
-class _Generator(nn.Module):
+def _generator() -> nn.Module:
     """Noise (B, 32, 1, 1) -> images (B, 1, 8, 8) from -1 to 1."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.main = nn.Sequential(
-            nn.ConvTranspose2d(NOISE, 32, 2, 1, 0, bias=False), nn.BatchNorm2d(32), nn.ReLU(),
-            nn.ConvTranspose2d(32, 16, 4, 2, 1, bias=False), nn.BatchNorm2d(16), nn.ReLU(),
-            nn.ConvTranspose2d(16, 1, 4, 2, 1, bias=False), nn.Tanh(),
-        )  # fmt: skip
-        self.apply(_drawn)
-
-    def forward(self, noise: Tensor) -> Tensor:
-        images: Tensor = self.main(noise)
-        return images
-
-
-class _Discriminator(nn.Module):
-    """Images (B, 1, 8, 8) -> logits (B, 1), high for real ones."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.main = nn.Sequential(
-            nn.Conv2d(1, 16, 4, 2, 1, bias=False), nn.LeakyReLU(0.2),
-            nn.Conv2d(16, 32, 4, 2, 1, bias=False), nn.BatchNorm2d(32), nn.LeakyReLU(0.2),
-            nn.Conv2d(32, 1, 2, 1, 0, bias=False), nn.Flatten(),
-        )  # fmt: skip
-        self.apply(_drawn)
-
-    def forward(self, images: Tensor) -> Tensor:
-        logits: Tensor = self.main(images)
-        return logits
+    return drawn_as_dcgan(Generator(noise=NOISE, width=16, levels=2, channels=1, first=2))
 
 
 @functools.cache
@@ -85,9 +47,11 @@ def _images(device: torch.device) -> tuple[Tensor, Tensor]:
 class _Training:
     def __init__(self, trainer: Trainer, seed: int) -> None:
         self._trainer, self._device = trainer, trainer.device
-        self._generator = trainer.model(_Generator())
-        self._discriminator = trainer.model(_Discriminator())
-        self._average = _plain(self._generator, _Generator())
+        self._generator = trainer.model(_generator())
+        self._discriminator = trainer.model(
+            drawn_as_dcgan(Discriminator(width=16, levels=2, channels=1, last=2))
+        )
+        self._average = _plain(self._generator, _generator())
         adam = functools.partial(torch.optim.Adam, lr=4e-3, betas=(0.5, 0.999))
         self._makes = trainer.optimizer(adam, [*self._generator.parameters()])
         self._tells = trainer.optimizer(adam, [*self._discriminator.parameters()])
@@ -152,7 +116,7 @@ class _Training:
         }
 
 
-def _plain(trained: nn.Sequential, fresh: nn.Sequential) -> nn.Sequential:
+def _plain(trained: nn.Module, fresh: nn.Module) -> nn.Module:
     """A module that is not compiled, with the weights of one that may be."""
     fresh.load_state_dict(trained.state_dict())
     return fresh.to(next(trained.parameters()).device)

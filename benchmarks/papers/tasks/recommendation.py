@@ -17,10 +17,8 @@ import torch.nn.functional as F
 from sklearn.metrics import roc_auc_score
 from torch import Tensor, nn
 
-from ..task import Metrics, Task
-from ..ways import Trainer
-
-__all__ = ["DLRM"]
+from benchmarks.harness.ways import Trainer
+from benchmarks.papers.task import Metrics, OneModel, Task
 
 NUMBERS = 13
 """As many as Criteo's data have."""
@@ -95,15 +93,10 @@ def _clicks(count: int = 120_000) -> _Clicks:
 HELD_OUT = 4_000
 
 
-class _Training:
+class _Training(OneModel):
     def __init__(self, trainer: Trainer, seed: int) -> None:
-        self._trainer = trainer
-        self._net = trainer.model(_Net())
-        self._optimizer = trainer.optimizer(
-            functools.partial(torch.optim.Adagrad, lr=0.03), [*self._net.parameters()]
-        )
-        self._batches = self._draw(seed)
-        self._update = trainer.whole(self._train)
+        adagrad = functools.partial(torch.optim.Adagrad, lr=0.03)
+        super().__init__(trainer, seed, _Net(), adagrad)
 
     def _draw(self, seed: int) -> Iterator[list[Tensor]]:
         generator = torch.Generator().manual_seed(seed)
@@ -111,24 +104,14 @@ class _Training:
         while True:
             order = HELD_OUT + torch.randperm(len(data.clicked) - HELD_OUT, generator=generator)
             for chosen in order.split(BATCH)[:-1]:
-                yield [part.to(self._trainer.device) for part in data[chosen]]
+                yield [part.to(self._device) for part in data[chosen]]
 
-    def step(self) -> Tensor:
-        return self._update(*next(self._batches))
-
-    def _train(self, numbers: Tensor, categories: Tensor, clicked: Tensor) -> Tensor:
-        with self._trainer.forward():
-            logits = self._net(numbers, categories)
-            loss = F.binary_cross_entropy_with_logits(logits, clicked)
-        self._trainer.backward(loss)
-        self._trainer.update(self._optimizer)
-        return loss.detach()
+    def _loss(self, numbers: Tensor, categories: Tensor, clicked: Tensor) -> Tensor:
+        return F.binary_cross_entropy_with_logits(self._net(numbers, categories), clicked)
 
     @torch.no_grad()
     def judge(self) -> Metrics:
-        numbers, categories, clicked = (
-            part.to(self._trainer.device) for part in _clicks()[:HELD_OUT]
-        )
+        numbers, categories, clicked = (part.to(self._device) for part in _clicks()[:HELD_OUT])
         logits = self._net.forward(numbers, categories)
         loss = F.binary_cross_entropy_with_logits(logits, clicked).item()
         finite = bool(logits.isfinite().all())
