@@ -133,7 +133,7 @@ def plan_call(
     given = stand_ins.of_inputs(args, kwargs)
     with torch.inference_mode(False), torch.enable_grad(), no_trace(), stand_ins:
         call = functools.partial(_run, twin, _compiled(twin, planner), *given)
-        outside = looked_into(call, twin)
+        outside = looked_into(call, twin, functools.partial(_compiled, planner=planner))
     if not planner.graphs:
         raise MPCompileError(
             f"no part of {type(model).__name__} was compiled: torch.compile skipped its forward "

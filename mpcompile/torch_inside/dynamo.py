@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from torch._dynamo.output_graph import OutputGraph
     from torch._dynamo.side_effects import SideEffects
     from torch._dynamo.symbolic_convert import tls
+    from torch._dynamo.trace_rules import get_mod_inlinelist
     from torch._dynamo.variables import (
         ConstantVariable,
         TensorVariable,
@@ -55,6 +56,9 @@ else:
     OutputGraph = private("torch._dynamo.output_graph:OutputGraph", _EFFECTS, Part.WHOLE_STEP)
     SideEffects = private("torch._dynamo.side_effects:SideEffects", _EFFECTS, Part.WHOLE_STEP)
     tls = private("torch._dynamo.symbolic_convert:tls", "knows what is traced", Part.COMPILE)
+    get_mod_inlinelist = private(
+        "torch._dynamo.trace_rules:get_mod_inlinelist", "lists torch's own files", Part.COMPILE
+    )
     TensorVariable = private(
         "torch._dynamo.variables:TensorVariable", "traces tensors", Part.WHOLE_STEP
     )
@@ -115,6 +119,7 @@ __all__ = [
     "compile_lock",
     "compile_session",
     "graph_break",
+    "inlined",
     "reset_code",
     "torch_function",
     "traced_code",
@@ -157,6 +162,22 @@ def calls_of_function(function: Any, ours: Callable[..., Any]) -> Replacement:
         return lambda wrap: put(Spot(handlers, function), wrap(handlers[function]))
 
     return Replacement(find, ours)
+
+
+@contextlib.contextmanager
+def inlined(file: str) -> Iterator[None]:
+    """In this context, Dynamo traces what a program calls of this file of torch's. (Frames that it
+    meets outside of a graph are left to Python all the same.)
+    """
+    files = get_mod_inlinelist()
+    if file in files:
+        yield
+        return
+    files.add(file)
+    try:
+        yield
+    finally:
+        files.discard(file)
 
 
 def calls_of_modules(ends: Callable[[nn.Module], bool]) -> Replacement:
