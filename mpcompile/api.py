@@ -31,7 +31,7 @@ from .rules.policy import Level, Policy, around
 from .runtime import uncalled
 from .runtime.check_module import check_module, for_weights, matching_no_module
 from .runtime.left_to_python import Looking
-from .runtime.module_call import ModuleCall, running
+from .runtime.module_call import ModuleCall, compiled_part, running
 from .runtime.owned_backend import compiled_by
 from .runtime.regions import Regions
 from .runtime.sharded_call import ends_graph
@@ -158,10 +158,15 @@ def _compiled(
     scale = settings.loss_scale or LossScale.default()
     record = Record(scale, {**request, "loss_scale": scale})
     options = {**record.request, "_listener": record.plans.append}
+    backend = functools.partial(mpcompile_backend, options=options)
     looking_for: Callable[..., Looking] | None = None
     if settings.level is not Level.O0:
         looking_for = functools.partial(
-            Looking, plans=record.plans, dtype=settings.dtype, strict=settings.strict
+            Looking,
+            compiled_part=functools.partial(compiled_part, backend, torch_compile_kwargs),
+            plans=record.plans,
+            dtype=settings.dtype,
+            strict=settings.strict,
         )
     if isinstance(model, nn.Module):
         check_module(model, settings)
@@ -169,7 +174,7 @@ def _compiled(
         options["_names"] = names_in(first)
         compiled_call = functools.partial(
             ModuleCall,
-            backend=functools.partial(mpcompile_backend, options=options),
+            backend=backend,
             compile_kwargs=torch_compile_kwargs,
             reads_copies=settings.level is Level.O2,
             keeps_copies=settings.level is not Level.O0,

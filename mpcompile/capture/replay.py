@@ -9,6 +9,7 @@ The interpreter handles itself what a replay would lose:
   out as operators (`derivatives.py`).
 * The body of an activation checkpoint is inlined, its nodes tagged with their `Region`, so that the
   passes see one flat graph; the outline pass folds it back. A `nested_compile_region` is inlined.
+* torch's linear cross entropy in chunks becomes ours, which the loss scale reaches.
 * `set_grad_enabled` stays in the graph; every node records the mode it runs in (`"mp_grad"`).
 * Autocast regions leave the graph; every node records the innermost one (`"mp_autocast"`), which
   may be around the whole graph (`regions.py`). An autocast around the whole call is ignored: the
@@ -35,6 +36,7 @@ from ..ir.targets import (
     INVOKE_SUBGRAPH,
 )
 from ..ir.units import grad_fns
+from ..operators import fused_head
 from ..rules import PACKETS
 from ..torch_inside.graphs import CHECKPOINT_CONTEXT
 from ..torch_inside.names import GET_DATA, HigherOrderOperator, pytree
@@ -100,6 +102,8 @@ class Replay(fx.Interpreter):
             return Replay(body, self.place).run(*operands)
         if isinstance(target, HigherOrderOperator):
             return opaque_call(self.current, self.place, args, kwargs)
+        if (loss := fused_head.instead_of(target, args)) is not None:
+            return loss
         if target in PACKETS:
             if (why := why_off(Part.RECURRENT)) is not None:
                 raise CannotRewrite(f"{Part.RECURRENT.value} on this torch ({why})")

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from .marks import copy_of
+from .marks import copy_of, is_mutable
 
 # The names of the two inputs that scaling adds.
 SCALE, FOUND = "mp_scale", "mp_found"
@@ -35,12 +35,14 @@ class GraphInputs:
             parameter) that it is a copy of.
         scaled: whether the last two inputs are the loss scale and the overflow leaf.
         names: of the caller's inputs, as plans have them: `"x"`, `"fc_weight"`.
+        written: numbers of the caller's inputs that the graph may write to, known after classify.
     """
 
     given: int
     copies: Mapping[int, int] = field(default_factory=dict)
     scaled: bool = False
     names: tuple[str, ...] = field(default=(), compare=False)
+    written: frozenset[int] = field(default=frozenset(), compare=False)
 
     @classmethod
     def of(cls, graph: fx.Graph) -> GraphInputs:
@@ -50,7 +52,9 @@ class GraphInputs:
         copies = {k: of for k, node in enumerate(inputs) if (of := copy_of(node)) is not None}
         behind = sum(k != of for k, of in copies.items())
         given = len(inputs) - behind - 2 * scaled
-        return cls(given, copies, scaled, tuple(node.name for node in inputs[:given]))
+        names = tuple(node.name for node in inputs[:given])
+        written = frozenset(i for i, node in enumerate(inputs[:given]) if is_mutable(node))
+        return cls(given, copies, scaled, names, written)
 
     def assembled(
         self, given: Sequence[Any], copies: Sequence[Any] = (), scaling: Sequence[Any] = ()

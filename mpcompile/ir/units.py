@@ -301,7 +301,14 @@ def is_tracked(value: Any) -> bool:
 def grad_fns(values: Any) -> set[GradFn]:
     """The nodes of autograd's graph that made the tensors among the values, at any depth."""
     leaves = (v for v in pytree.tree_leaves(values) if isinstance(v, torch.Tensor))
-    return {v.grad_fn for v in leaves if v.grad_fn is not None}
+    return {made for v in leaves if (made := _grad_fn(v)) is not None}
+
+
+def _grad_fn(value: torch.Tensor) -> GradFn | None:
+    try:
+        return value.grad_fn
+    except RuntimeError:  # a view, made under no_grad, of a tensor that was written: untracked
+        return None
 
 
 def _like(value: Any) -> Any:

@@ -85,7 +85,7 @@ def traced_with(
         patched: AbstractContextManager[Any] = dynamo_config.patch(patches)
         return patched
 
-    wanted = [*contexts, set_all, _inner_gradients]
+    wanted = [*contexts, set_all, _inner_calls]
     _listen()
 
     @functools.wraps(compiled)
@@ -118,11 +118,13 @@ _GRAD = dynamo.calls_of_function(torch.autograd.grad, _differentiate)
 
 
 @contextlib.contextmanager
-def _inner_gradients() -> Iterator[None]:
-    """In this context, Dynamo traces gradients that are differentiated; no other thread compiles.
-    Where this torch can't, the graph ends at them.
+def _inner_calls() -> Iterator[None]:
+    """In this context, Dynamo traces gradients that are differentiated, and checkpoint_sequential.
+    No other thread compiles. Where this torch can't, the graph ends at them.
     """
     with names.compile_lock, contextlib.ExitStack() as undo:
+        with contextlib.suppress(MissingInTorch):
+            undo.enter_context(dynamo.inlined(torch.utils.checkpoint.__file__))
         with contextlib.suppress(MissingInTorch):
             if not _GRAD.is_applied:  # by a function that is called in this one
                 _GRAD.apply()

@@ -16,6 +16,9 @@ between is FP32. The incoming gradient, which holds the loss scale, multiplies i
 only rounding to the low dtype. That is why the gradient is not made in the forward, where the scale
 is unknown: softmax / N underflows FP16. Over several chunks the weight's gradient adds up in FP32.
 
+torch's own operator of this kind, that of `nn.LinearCrossEntropyLoss(options=...)`, makes the
+gradient in the forward. A graph calls this one `instead_of` it.
+
 There are three operators. The public one is composite: AOTAutograd traces through it to the other
 two, which are opaque, so a symbolic number of rows unrolls no loop.
 """
@@ -31,9 +34,12 @@ import torch
 from torch import Tensor
 
 from ..devices.registry import capabilities
+from ..torch_inside.graphs import schema_of
 from ..torch_inside.names import check
 
 NONE, MEAN, SUM = 0, 1, 2  # as in aten::cross_entropy_loss
+_WORDS = {"none": NONE, "mean": MEAN, "sum": SUM}
+_OF_TORCH = "torch_nn::_linear_cross_entropy_batch_chunked"  # and ..._no_reduction
 
 LOGITS_BYTES = 2**25  # bytes of FP32 logits in one chunk
 # With fewer rows in a chunk, adding up the weight's gradient (8 bytes an element and chunk) costs
@@ -289,6 +295,27 @@ def _composite(
     settings = (reduction, ignore_index, label_smoothing, chunk)
     loss: Tensor = forward(x, weight, bias, target, class_weight, *settings)[0]
     return loss
+
+
+def instead_of(target: Any, args: tuple[Any, ...]) -> Any:
+    """What torch's operator of this kind returns for these arguments, computed by ours, but for the
+    gradients that torch's makes; None if the target is another one.
+    """
+    declared = schema_of(target)
+    if declared is None or not declared.name.startswith(_OF_TORCH):
+        return None
+    given = dict(zip((argument.name for argument in declared.arguments), args, strict=True))
+    names = ("input", "linear_weight", "linear_bias", "target", "weight")
+    tensors = [given[name] for name in names]
+    chunk = given["batch_chunk_size"]
+    loss = torch.ops.mpcompile.linear_cross_entropy.default(
+        *tensors,
+        _WORDS[given.get("reduction", "none")],
+        given["ignore_index"],
+        given.get("label_smoothing", 0.0),
+        chunk if isinstance(chunk, int) else None,
+    )
+    return loss if len(declared.returns) == 1 else (loss, None, None, None)
 
 
 def _register(name: str, kernel: Any, fake: Any) -> None:

@@ -148,11 +148,8 @@ def plan_call(
     planner = Planner(settings, absent, stand_ins, mp_optimizer, repairs)
     given = stand_ins.of_inputs(args, kwargs)
     with torch.inference_mode(False), torch.enable_grad(), no_trace(), stand_ins:
-        # Dynamo keeps each backend that it was given for as long as the process runs.
-        compiled = compiled_apart(twin, weakly(planner.planned), "plan")
-        traced = traced_with(noting_regions(compiled), aside, **settings_for(twin))
-        call = functools.partial(_run, twin, traced, *given)
-        outside = looked_into(call, twin)
+        call = functools.partial(_run, twin, _compiled(twin, planner), *given)
+        outside = looked_into(call, twin, functools.partial(_compiled, planner=planner))
     if not planner.graphs:
         raise nothing_compiled(type(model).__name__)
     for complaint in matched_nothing(settings, planner.graphs):
@@ -172,6 +169,13 @@ def plan_call(
         outside=tuple(OutsideLine(*line) for line in outside.modules.most_common()),
         share_in_graphs=outside.share,
     )
+
+
+def _compiled(what: Any, planner: Planner) -> Callable[..., Any]:
+    """A model's call, or a function, compiled so that Dynamo passes each graph to the planner."""
+    # Dynamo keeps each backend that it was given for as long as the process runs.
+    compiled = compiled_apart(what, weakly(planner.planned), "plan")
+    return traced_with(noting_regions(compiled), aside, **settings_for(what))
 
 
 def _run(

@@ -9,10 +9,16 @@ meets it: with the same options, by the same backend, with the same loss scale. 
 entry is traced like any other call. Where the products of a module still run outside, its frame
 can't be compiled either, and what it calls is next: from the outermost module inwards, one call
 each. What is left after that is said.
+
+Dynamo doesn't compile what a checkpoint calls outside of a graph, nor does it see the call that the
+backward makes again. So the entry of such a module is compiled by itself (`compiled_part`), if the
+checkpoint is a reentrant one. (The other kind checks that both calls save the same tensors: a
+module must not be compiled between the two.)
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -33,6 +39,8 @@ from .outside_products import Outside
 from .own_code import with_own_code
 
 __all__ = ["Looking", "enter_by_itself", "entry", "looked_into", "shared_entry"]
+
+CompilePart = Callable[[nn.Module], Callable[..., Any]]
 
 _numbers = itertools.count()
 
@@ -59,12 +67,15 @@ def shared_entry(function: Callable[..., Any], kind: type[nn.Module]) -> Callabl
     return with_own_code(forward, f"{kind.__name__}_{next(_numbers)}")
 
 
-def enter_by_itself(module: nn.Module) -> None:
-    """Have Dynamo compile the calls of this module that it meets outside of a graph."""
-    set_compiled_call(module, entry(plain_call(type(module)), module))
+def enter_by_itself(module: nn.Module, compiled_part: CompilePart | None = None) -> None:
+    """Have Dynamo compile the calls of this module that it meets outside of a graph; if
+    `compiled_part` is given, all its calls.
+    """
+    make = compiled_part or functools.partial(entry, plain_call(type(module)))
+    set_compiled_call(module, make(module))
 
 
-def looked_into(call: Callable[[], Any], module: nn.Module) -> Outside:
+def looked_into(call: Callable[[], Any], module: nn.Module, compiled_part: CompilePart) -> Outside:
     """Call a module until it compiles no more of what it calls. Returns what the last call ran
     outside of all graphs.
     """
@@ -72,7 +83,7 @@ def looked_into(call: Callable[[], Any], module: nn.Module) -> Outside:
         outside = Outside(module)
         with outside.looking():
             call()
-        if not _entered(outside, but=module):
+        if not _entered(outside, module, compiled_part):
             return outside
 
 
@@ -83,10 +94,11 @@ class Looking:
         due: whether the next call may be looked at.
         again: whether the last call's modules have been given entries: the next one is looked at
             anew, and what is compiled may differ.
-        parts: the modules that were given entries.
+        entries: each gives a module that was found its entry, anew.
 
     Args:
         compiled: a module or a function.
+        compiled_part: compiles the call of a module inside of it by itself.
         plans: of the graphs compiled so far.
         dtype: what the user asked for; None: "auto".
         strict: whether it is an error if products run outside of all graphs.
@@ -97,15 +109,16 @@ class Looking:
     def __init__(
         self,
         compiled: Any,
+        compiled_part: CompilePart,
         plans: Sequence[GraphPlan],
         dtype: torch.dtype | None,
         *,
         strict: bool,
         called: Callable[[int], None] = lambda level: None,
     ) -> None:
-        self._called = called
+        self._called, self._compiled_part = called, compiled_part
         self.due, self.again = True, False
-        self.parts: list[nn.Module] = []
+        self.entries: list[functools.partial[None]] = []
         self._module = compiled if isinstance(compiled, nn.Module) else None
         self._named = getattr(compiled, "__name__", "a function")
         if self._module is not None:
@@ -122,9 +135,9 @@ class Looking:
         with outside.looking():
             result = run(*args, **kwargs)
         gains = self._gains_in(outside)
-        parts = _entered(outside, but=self._module) if gains else []
-        self.parts += parts
-        self.again = bool(parts)
+        entries = _entered(outside, self._module, self._compiled_part) if gains else []
+        self.entries += entries
+        self.again = bool(entries)
         if not self.again:
             self._modes.discard(training)
             if training:
@@ -162,13 +175,23 @@ class Looking:
         return True
 
 
-def _entered(outside: Outside, but: nn.Module | None) -> list[nn.Module]:
-    """Give entries to the outermost modules around the products that have none; return these."""
+def _entered(
+    outside: Outside, but: nn.Module | None, compiled_part: CompilePart
+) -> list[functools.partial[None]]:
+    """Give entries to the outermost modules around the products that have none; return what gives
+    them.
+    """
     found = dict.fromkeys(_without(callers, but) for callers in outside.callers)
-    parts = [module for module in found if module is not None]
-    for part in parts:
-        enter_by_itself(part)
-    return parts
+    entries = [
+        functools.partial(
+            enter_by_itself, part, compiled_part if part in outside.checkpointed else None
+        )
+        for part in found
+        if part is not None
+    ]
+    for enter in entries:
+        enter()
+    return entries
 
 
 def _without(callers: Iterable[nn.Module], but: nn.Module | None) -> nn.Module | None:

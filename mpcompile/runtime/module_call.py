@@ -44,7 +44,7 @@ from .owned_backend import compiled_by
 from .regions import Regions
 from .sharded_call import between_hooks, ends_graph, own_forward, parts_of
 
-__all__ = ["ModuleCall", "running"]
+__all__ = ["ModuleCall", "compiled_part", "running"]
 
 
 def running(
@@ -89,6 +89,15 @@ def running(
         return result
 
     return run
+
+
+def compiled_part(
+    backend: Callable[..., Any], compile_kwargs: Mapping[str, Any], module: nn.Module
+) -> Callable[..., Any]:
+    """The call of a module inside of what is compiled, compiled by itself."""
+    own = entry(plain_call(type(module)), module)
+    compiled = compiled_by(backend, own, **compile_kwargs)
+    return running(compiled, own, looking=None, **settings_for(module))
 
 
 class ModuleCall:
@@ -186,8 +195,8 @@ class ModuleCall:
         for part in parts_of(module, regions):
             if compiled_call(part) is None:
                 self._compile_part(part)
-        for part in self._looking.parts if self._looking is not None else ():
-            enter_by_itself(part)  # anew, as the module itself
+        for enter in self._looking.entries if self._looking is not None else ():
+            enter()  # anew, as the module itself
         if fsdp.is_sharded(module) and self._method is None:
             return between_hooks(module, self._traced(own_forward(module)))
         return self._traced(self._method or plain_call(type(module)))

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils.checkpoint import CheckpointFunction
 from torch.utils.flop_counter import flop_registry
 
 from ..capture.breaks import skipped_since, skips
@@ -29,6 +30,7 @@ from ..torch_inside.names import TorchDispatchMode, current_mode, current_node
 __all__ = ["Outside", "aside", "counted"]
 
 _WIDE = (torch.float32, torch.float64)
+_REENTRANT = CheckpointFunction.forward.__code__  # what is called by its frame isn't compiled
 
 
 class _Thread(threading.local):
@@ -47,6 +49,7 @@ class Outside(TorchDispatchMode):
             function, by the name of the module's class.
         callers: of each of these products, the modules in whose methods the program is, the
             innermost first.
+        checkpointed: those of them in a reentrant checkpoint, called outside of all graphs.
         device: where the last of these ran.
 
     Args:
@@ -65,6 +68,7 @@ class Outside(TorchDispatchMode):
         self.compiled = 0
         self.modules: Counter[str] = Counter()
         self.callers: list[tuple[nn.Module, ...]] = []
+        self.checkpointed: set[nn.Module] = set()
         self.device: torch.device | None = None
         self._paths: Mapping[nn.Module, str] | None = None
         if module is not None:
@@ -116,12 +120,16 @@ class Outside(TorchDispatchMode):
         if flops is None or self._aside or current_node() is not None:
             return result  # a backward within the forward, where it has a node
         first = next(tensors_of(result))
-        callers = tuple(_objects(sys._getframe(1)))
+        frames = tuple(_frames(sys._getframe(1)))
+        callers = [frame.f_locals.get("self") for frame in frames]
         # An optimizer's products make an update, which is not rounded.
         if first.dtype in _WIDE and not any(isinstance(c, Optimizer) for c in callers):
             self.device = first.device
             modules = tuple(c for c in callers if isinstance(c, nn.Module) and self._knows(c))
             self.callers.append(modules)
+            at = [i for i, f in enumerate(frames) if f.f_code is _REENTRANT]
+            inner = callers[: at[-1]] if at else ()
+            self.checkpointed.update(c for c in inner if isinstance(c, nn.Module))
             path = self._path(modules[0]) if modules else ""
             self.modules[path] += hint(flops(*args, **kwargs, out_val=result))
         return result
@@ -133,10 +141,10 @@ class Outside(TorchDispatchMode):
         return type(module).__name__ if self._paths is None else self._paths[module]
 
 
-def _objects(frame: FrameType | None) -> Iterator[Any]:
-    """The objects in whose methods the program is since somebody looks, the innermost first."""
+def _frames(frame: FrameType | None) -> Iterator[FrameType]:
+    """The frames that the program is in since the call began, the innermost first."""
     while frame is not None and not isinstance(frame.f_locals.get("outside"), Outside):
-        yield frame.f_locals.get("self")
+        yield frame
         frame = frame.f_back
 
 

@@ -106,11 +106,11 @@ class _Trial:
         tensors = [x for x in args if isinstance(x, torch.Tensor)]
         self.devices = {x.device for x in tensors}
         self.random = RandomState(self.devices)
-        # Inputs that the graph may write to (buffers), as they were before.
+        # As they were before: what may change, buffers, and parameters that the graph writes.
         self.before = {
-            i: duplicate(x)
+            i: duplicate(x.detach())
             for i, x in enumerate(values)
-            if isinstance(x, torch.Tensor) and not x.requires_grad
+            if isinstance(x, torch.Tensor) and (not x.requires_grad or i in self.inputs.written)
         }
         self.at = self.scale.search.top
         self.results: Any = None
@@ -143,7 +143,10 @@ class _Trial:
         return [self.before.get(i, x) for i, x in enumerate(saved())]
 
     def again(self, saved: Saved, at: float) -> None:
-        given = [duplicate(x) if i in self.before else x for i, x in enumerate(self._given(saved))]
+        given = [
+            duplicate(self.before[i]).requires_grad_(_is_tracked(x)) if i in self.before else x
+            for i, x in enumerate(saved())
+        ]
         self.at = at
         with unchanged(self.devices):
             self.random.restore()

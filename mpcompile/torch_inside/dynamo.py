@@ -23,6 +23,7 @@ from .names import (
     callback_handler,
     compile_lock,
     dynamo_config,
+    get_mod_inlinelist,
     graph_break,
     meta_utils,
     tls,
@@ -80,6 +81,22 @@ def calls_of_function(function: Any, ours: Callable[..., Any]) -> Replacement:
         return lambda wrap: put(Spot(handlers, function), wrap(handlers[function]))
 
     return Replacement(find, ours)
+
+
+@contextlib.contextmanager
+def inlined(file: str) -> Iterator[None]:
+    """In this context, Dynamo traces what a program calls of this file of torch's. (Frames that it
+    meets outside of a graph are left to Python all the same.)
+    """
+    files = get_mod_inlinelist()
+    if file in files:
+        yield
+        return
+    files.add(file)
+    try:
+        yield
+    finally:
+        files.discard(file)
 
 
 def calls_of_modules(ends: Callable[[nn.Module], bool]) -> Replacement:

@@ -7,7 +7,7 @@
 Only parameters of which the optimizer's step keeps a copy (`config.copied`) are replaced, and only
 in their casts to the low dtype: the copy holds exactly the result of the cast. A norm's weight has
 no such cast and stays. A weight that some node reads in FP32 as well stays too, and the copy is an
-additional input.
+additional input. A weight that this graph writes is read as it is written.
 
 A copy is stored in the shape that its cast is padded to, so the pad is removed with the cast:
 
@@ -35,7 +35,9 @@ def read_copies(gm: fx.GraphModule, config: Config) -> bool:
     changed = False
     for i, node in enumerate(graph.find_nodes(op="placeholder")):
         casts = [user for user in node.users if _is_low_cast(user, config)]
-        if i in config.copied and casts and ir.copy_of(node) is None:
+        if i not in config.copied or ir.is_mutable(node):
+            continue
+        if casts and ir.copy_of(node) is None:
             _read(graph, node, i, casts, config)
             changed = True
     return changed

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -22,37 +20,33 @@ def block() -> nn.Module:
 
 
 class Deep(nn.Module):
-    def __init__(self, reentrant: bool) -> None:
+    def __init__(self, how: str) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList([block(), block()])
-        self.head = nn.Linear(32, 5)
-        self.checkpoint = partial(checkpoint, use_reentrant=reentrant)
+        self.blocks, self.head = nn.Sequential(block(), block()), nn.Linear(32, 5)
+        self.how, self.reentrant = how, "reentrant" in how
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for one in self.blocks:
-            x = x + self.checkpoint(one, x)
+        if "sequential" in self.how:
+            x = checkpoint_sequential(self.blocks, 2, x, use_reentrant=self.reentrant)
+        for one in self.blocks if "loop" in self.how else ():
+            x = x + checkpoint(one, x, use_reentrant=self.reentrant)
+            if "broken" in self.how:
+                torch._dynamo.graph_break()
         out: torch.Tensor = self.head(x)
         return out
 
 
 @WAYS
-def test_checkpoints_inside_the_compiled_model(way: Way) -> None:
-    def loop(way: Way) -> None:
-        model = way.model(Deep(reentrant=False))
-        optimizer = way.optimizer(torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9))
-        x, y = torch.randn(4, 8, 32), torch.randint(5, (4, 8))
-        for step, update in way.updates(4, model, optimizer, planted=2):
-            update(F.cross_entropy(model(x[step]), y[step]))
-
-    agree(way, loop)
-
-
-@MOSTLY_O1
-def test_reentrant_checkpoints_inside_the_compiled_model(way: Way) -> None:
-    """The input needs a gradient, as the old kind demands of it."""
+@pytest.mark.parametrize(
+    "how", ["loop", "reentrant loop", "sequential", "reentrant sequential", "reentrant broken loop"]
+)
+def test_checkpoints_inside_the_compiled_model(how: str, way: Way) -> None:
+    """All products are in graphs: strict. The input needs a gradient, as the reentrant kind demands
+    of it.
+    """
 
     def loop(way: Way) -> None:
-        model = way.model(Deep(reentrant=True), strict=False)
+        model = way.model(Deep(how))
         optimizer = way.optimizer(torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9))
         x, y = torch.randn(4, 8, 32), torch.randint(5, (4, 8))
         for step, update in way.updates(4, model, optimizer, planted=2):

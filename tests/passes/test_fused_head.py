@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from compare import check
+from heads import FUSED
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -161,6 +163,35 @@ def test_refuses_what_does_not_fit(change: dict[str, Tensor], message: str) -> N
     x, weight, target = {**good, "target": torch.zeros(5, dtype=torch.int64), **change}.values()
     with pytest.raises(RuntimeError, match=message):
         linear_cross_entropy(x, weight, None, target, None, 1, -100, 0.0)
+
+
+@pytest.mark.skipif(not hasattr(nn, "LinearCrossEntropyLoss"), reason="this torch has none")
+@pytest.mark.parametrize(("level", "emit"), [("O1", "eager"), ("O2", "aot_eager")])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@HALVES
+def test_torchs_module_in_chunks(
+    dtype: torch.dtype, reduction: str, bias: bool, level: str, emit: str
+) -> None:
+    """Its products are low, and the loss scale reaches its gradients before they are rounded."""
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            options = nn.LinearCrossEntropyOptions(
+                batch_chunk_size=64, chunking_method=None, allow_retain_graph=True
+            )
+            self.body = nn.Linear(16, 16)
+            self.loss = nn.LinearCrossEntropyLoss(
+                16, 50, bias=bias, ignore_index=3, reduction=reduction, options=options
+            )
+
+        def forward(self, x: Tensor, target: Tensor) -> Tensor:
+            loss: Tensor = self.loss(self.body(x), target)
+            return loss.log1p()  # the gradient of each row is another one
+
+    x, target = torch.randn(300, 16), torch.randint(50, (300,))
+    check(Net(), x, target, dtype=dtype, level=level, emit=emit, low=["linear", FUSED])
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
