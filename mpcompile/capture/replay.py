@@ -44,6 +44,7 @@ from ..torch_inside.private_names import Part, why_off
 from .autocast_arguments import Arguments, in_fp32, method_in_fp32
 from .derivatives import stretches, write_out
 from .history import current_tracer, has_custom_backward, known_as_before
+from .margin_losses import INSTEAD
 from .opaque_calls import opaque_call
 from .place import Place
 
@@ -92,6 +93,7 @@ class Replay(fx.Interpreter):
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         assert self.current is not None
+        target = INSTEAD.get(target, target)
         if target is CHECKPOINT:
             return self._inline_checkpoint(args, kwargs)
         if target is GET_DATA:

@@ -1,5 +1,5 @@
 """Small operators: they carry loss scaling through a graph, mark a place or a value in it, or
-handle many tensors at once; and a softmax for O2.
+handle many tensors at once; and a softmax for O2, and a loss.
 
 They are registered with torch.library so that they are ordinary OpOverloads: AOTAutograd's cache
 accepts those (a Python callable in the graph would bypass it).
@@ -142,6 +142,24 @@ def _softmax_low(x: torch.Tensor, dim: int, dtype: torch.dtype, safe: bool) -> t
     return _SoftmaxLow.apply(x, dim, dtype, safe)  # type: ignore[no-untyped-call,no-any-return]
 
 
+_LIBRARY.define("multilabel_margin_losses(Tensor x, Tensor target) -> Tensor")
+
+
+def _multilabel_margin_losses(x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Of each sample: the sum over its labels, those before the first -1, and over all classes that
+    are none of them, of max(0, 1 - x[label] + x[class]) / classes.
+    """
+    rows, labels = torch.atleast_2d(x), torch.atleast_2d(target)
+    given = (labels == -1).cumsum(1) == 0
+    index = labels.where(given, 0)
+    is_label = torch.zeros_like(rows).scatter_add(1, index, given.to(rows.dtype)) > 0
+    margins = (1 - rows.gather(1, index).unsqueeze(2) + rows.unsqueeze(1)).relu()
+    counted = given.unsqueeze(2) & ~is_label.unsqueeze(1)
+    losses: torch.Tensor = margins.where(counted, 0).sum((1, 2)) / rows.shape[1]
+    return losses.reshape(x.shape[:-1])
+
+
+_LIBRARY.impl("multilabel_margin_losses", _multilabel_margin_losses, "CompositeImplicitAutograd")
 _LIBRARY.impl("softmax_low", _softmax_low, "CompositeImplicitAutograd")
 
 # -- a value that is computed once -----------------------------------------------------------------

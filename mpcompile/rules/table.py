@@ -163,7 +163,7 @@ _row(FULL, _WHY, """
      huber_loss kl_div poisson_nll_loss binary_cross_entropy
      binary_cross_entropy_with_logits hinge_embedding_loss cosine_embedding_loss
      margin_ranking_loss multi_margin_loss multilabel_margin_loss soft_margin_loss
-     triplet_margin_loss""")
+     triplet_margin_loss mpcompile::multilabel_margin_losses""")
 
 _WHY = "interpolation weights are positions; in torch.amp's FP32 list"
 _row(FULL, _WHY, "grid_sampler grid_sampler_2d grid_sampler_3d", digits="grid", fuses=False)

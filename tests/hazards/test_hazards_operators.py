@@ -183,3 +183,19 @@ def test_autograd_function_under_autocast(level: str, emit: str) -> None:
         grads.append(torch.autograd.grad(weighted_sum(out.float()), inputs))
     for expected, actual in zip(*grads, strict=True):
         assert_near(actual, expected, "gradient", 5e-2)
+
+
+@LEVELS
+@pytest.mark.parametrize("reduction", ["none", "mean"])
+def test_losses_of_one_sample_are_scalars(reduction: str, level: str) -> None:
+    def program(x: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor) -> Any:
+        scores = weight @ x
+        return (
+            F.multilabel_margin_loss(scores, labels, reduction=reduction),
+            F.multi_margin_loss(scores, labels[0], reduction=reduction),
+            F.multi_margin_loss(scores, labels[:1], reduction=reduction),
+            F.multilabel_margin_loss(scores[None], labels[None], reduction=reduction),
+        )
+
+    labels = torch.tensor([0, 2, -1, 1, 1, 1])
+    check(program, leaf(8), leaf(6, 8), labels, level=level, emit="aot_eager", low=["matmul"])
