@@ -56,7 +56,7 @@ class Plan(Shown, PlanData):
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON, totals included; `from_dict` reads it back."""
-        return {
+        data = {
             **dataclasses.asdict(dataclasses.replace(self, graphs=())),
             "graphs": [graph.to_dict() for graph in self.graphs],
             "casts": self.casts,
@@ -68,6 +68,7 @@ class Plan(Shown, PlanData):
             "graph_breaks": self.breaks,
             "unknown": self.unknown,
         }
+        return {name: list(x) if isinstance(x, tuple) else x for name, x in data.items()}
 
     @classmethod
     def from_dict(cls, data: Any) -> Plan:
