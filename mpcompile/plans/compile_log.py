@@ -80,8 +80,8 @@ class Dump:
 
 def trace_graph(plan: GraphPlan, captured: fx.Graph, rewritten: fx.Graph) -> None:
     """Add a rewritten graph to the trace: as captured, and before checkpoints are folded back."""
-    _artifact("captured", lambda: ir.render(captured))
-    _artifact("rewritten", lambda: ir.render(rewritten, reasons=True))
+    _artifact("captured", lambda: ir.render(captured).rstrip("\n"))
+    _artifact("rewritten", lambda: ir.render(rewritten, reasons=True).rstrip("\n"))
     trace_plan(plan)
 
 

@@ -35,8 +35,8 @@ def artifacts(trace: Path) -> dict[str, str]:
         name = json.loads(line[line.index("{") :]).get("artifact", {}).get("name", "")
         name = name if name.startswith("mpcompile_") else None
         if name is not None:
-            assert name not in found
-            found[name] = ""
+            assert name not in found or name == "mpcompile_step"  # a kind of parameter has its own
+            found.setdefault(name, "")
     return found
 
 
@@ -50,7 +50,7 @@ def test_the_trace_has_graphs_plans_and_steps(trace: Path) -> None:
     plan = json.loads(found["mpcompile_plan"])
     assert plan["level"] == "O2"
     assert [line["text"] for line in plan["before"]] == found["mpcompile_captured"].splitlines()
-    assert "= copy_(scale0_scale, " in found["mpcompile_step"]
+    assert found["mpcompile_step"].count("= copy_(param0, ") == 2  # the weight's and the bias's
 
 
 @pytest.mark.slow("plans of several models")
