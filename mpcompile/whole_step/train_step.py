@@ -52,8 +52,8 @@ class TrainStep:
         options: of our backend.
         compile_kwargs: others of `torch.compile`.
         plans: takes the plan of each graph.
-        called: called behind the first call that ran as a whole, with the stack level of whoever
-            made it.
+        called: called after the first call for which the whole is compiled, with the stack level
+            of whoever made it.
         anew: makes another one of the same function.
     """
 
@@ -114,10 +114,7 @@ class TrainStep:
             try:
                 result = self._whole(*args, **kwargs)
                 self._runs += 1
-                self._forget_once()
-                if self._called is not None:
-                    called, self._called = self._called, None
-                    called(2)
+                self._is_compiled(2)
                 return result
             except Outdated as outdated:
                 self._outdated = self._outdated + 1 if self._runs < _OFTEN else 1
@@ -133,7 +130,7 @@ class TrainStep:
                 reset_code(code)
             except NotThisTime:
                 result = self._run_once(args, kwargs)
-                self._forget_once()
+                self._is_compiled(2)
                 return result
             except Exception as error:
                 if self._backend.thread.began:  # the program failed, as it does in pieces
@@ -157,11 +154,18 @@ class TrainStep:
         self._ran_once += self._plans[known:]
         return result
 
-    def _forget_once(self) -> None:
-        """Once the whole is compiled, its plans take the place of those of single steps."""
+    def _is_compiled(self, level: int) -> None:
+        """The whole is compiled: its plans take the place of those of single steps.
+
+        Args:
+            level: the stack level of whoever calls the step, seen from the caller of this.
+        """
         for plan in self._ran_once:
             self._plans[:] = [p for p in self._plans if p is not plan]
         self._ran_once.clear()
+        if self._called is not None:
+            called, self._called = self._called, None
+            called(level + 1)
 
     def _leave(self, cause: Exception, args: Any, kwargs: Any) -> Any:
         """Run in pieces from now on."""
