@@ -114,7 +114,7 @@ class TrainStep:
             try:
                 result = self._whole(*args, **kwargs)
                 self._runs += 1
-                self._is_compiled(2)
+                self._is_compiled()
                 return result
             except Outdated as outdated:
                 self._outdated = self._outdated + 1 if self._runs < _OFTEN else 1
@@ -130,7 +130,7 @@ class TrainStep:
                 reset_code(code)
             except NotThisTime:
                 result = self._run_once(args, kwargs)
-                self._is_compiled(2)
+                self._is_compiled()
                 return result
             except Exception as error:
                 if self._backend.thread.began:  # the program failed, as it does in pieces
@@ -154,18 +154,14 @@ class TrainStep:
         self._ran_once += self._plans[known:]
         return result
 
-    def _is_compiled(self, level: int) -> None:
-        """The whole is compiled: its plans take the place of those of single steps.
-
-        Args:
-            level: the stack level of whoever calls the step, seen from the caller of this.
-        """
+    def _is_compiled(self) -> None:
+        """The whole is compiled: its plans take the place of those of single steps."""
         for plan in self._ran_once:
             self._plans[:] = [p for p in self._plans if p is not plan]
         self._ran_once.clear()
         if self._called is not None:
             called, self._called = self._called, None
-            called(level + 1)
+            called(3)
 
     def _leave(self, cause: Exception, args: Any, kwargs: Any) -> Any:
         """Run in pieces from now on."""
