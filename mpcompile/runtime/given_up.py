@@ -27,6 +27,9 @@ _Code = tuple[str, str, int]  # a function's name, its file and first line
 
 _LIMIT = "recompile limit"
 
+# What stands before a break may have no graph; without it, what is behind it isn't reached.
+_BEHIND_A_BREAK, _ANY = re.compile("torch_dynamo_resume_in_(.+)_at_"), 0
+
 
 class _State:
     """What is known of this process.
@@ -48,6 +51,8 @@ def compiled(code: CodeType | None, *, strict: bool) -> None:
     """Note that a graph of this code was compiled by us."""
     if code is not None:
         _state.strict[code.co_name, code.co_filename, code.co_firstlineno] = strict
+        if (before := _BEHIND_A_BREAK.match(code.co_name)) is not None:
+            _state.strict[before[1], code.co_filename, _ANY] = strict
 
 
 def look() -> None:
@@ -88,7 +93,8 @@ def _say(given_up: Any, known: Sequence[Any]) -> None:
             reasons = {}
         elif one.recompile_reason:
             reasons[_plain(one.recompile_reason)] = None
-    if code not in _state.strict:
+    strict = _state.strict.get(code, _state.strict.get((*code[:2], _ANY)))
+    if strict is None:
         return
     text = (
         f"mpcompile: {re.sub(r'_[0-9]+$', '', code[0])} was compiled {count} times, torch's "
@@ -96,7 +102,7 @@ def _say(given_up: Any, known: Sequence[Any]) -> None:
         f"{shortened([*reversed(reasons)], most=3)}. Keep that the same, or raise "
         "torch._dynamo.config.recompile_limit before you compile the model"
     )
-    if _state.strict[code]:
+    if strict:
         raise MPCompileError(text)
     warnings.warn(text, MPCompileWarning, stacklevel=2)
 

@@ -6,26 +6,24 @@ What Dynamo compiles of a function, it keeps at the function's code, which all f
 
 from __future__ import annotations
 
-import collections
-import contextlib
 import types
 import weakref
 from collections.abc import Callable
 from typing import Any
 
-from ..torch_inside.names import reset_code
+from torch.utils.weak import WeakIdKeyDictionary
 
-__all__ = ["drop_unused", "with_own_code"]
+from ..torch_inside.dynamo import drop_compiled
 
-# Codes whose functions are gone. They can't be reset as that happens: a function may go because its
-# code is being reset (`torch.compiler.reset()`), and torch frees twice what is reset within that.
-_unused: collections.deque[types.CodeType] = collections.deque()
+__all__ = ["compiled_for", "drop_unused", "with_own_code"]
+
+# Codes of which a graph was compiled -> the functions in whose calls that was. Beside a model's own
+# code these are what runs behind a break, and methods whose callers broke; these are shared.
+_users: Any = WeakIdKeyDictionary()
 
 
 def with_own_code(function: Callable[..., Any], name: str) -> types.FunctionType:
-    """A copy of a function, whose code has this name for Dynamo. What was compiled of it is dropped
-    after it, when the next one is made: the graphs hold the code, at which they are kept.
-    """
+    """A copy of a function, whose code has this name for Dynamo."""
     drop_unused()
     assert isinstance(function, types.FunctionType)
     code = function.__code__.replace(co_name=name)
@@ -33,12 +31,23 @@ def with_own_code(function: Callable[..., Any], name: str) -> types.FunctionType
         code, function.__globals__, function.__name__, function.__defaults__, function.__closure__
     )
     own.__kwdefaults__ = function.__kwdefaults__
-    weakref.finalize(own, _unused.append, code).atexit = False
     return own
+
+
+def compiled_for(user: Callable[..., Any] | None, code: types.CodeType | None) -> None:
+    """Note that a graph of this code was compiled in a call of `user`: the graphs hold the code, at
+    which they are kept, so they are dropped after the last user, when the next one is made.
+
+    Not as it goes: it may go because its code is being reset (`torch.compiler.reset()`), and torch
+    frees twice what is reset within that.
+    """
+    if user is not None and code is not None:
+        _users.setdefault(code, weakref.WeakSet()).add(user)
 
 
 def drop_unused() -> None:
     """Drop what was compiled of functions that are gone, and of those that go with it."""
-    with contextlib.suppress(IndexError):
-        while True:
-            reset_code(_unused.popleft())
+    while unused := [code for code, users in list(_users.items()) if not users]:
+        for code in unused:
+            del _users[code]
+            drop_compiled(code)

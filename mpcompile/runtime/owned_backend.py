@@ -15,7 +15,8 @@ from typing import Any
 import torch
 
 from ..lower.tracing_settings import check_set, take_back
-from ..torch_inside.dynamo import recompile_limit
+from ..torch_inside.dynamo import recompile_limit, traced_code
+from .own_code import compiled_for
 
 __all__ = ["compiled_by"]
 
@@ -38,10 +39,14 @@ def compiled_by(
         assert ours is not None
         compiled_graph = ours(gm, example_inputs)
         take_back()
+        compiled_for(user(), traced_code())
         return compiled_graph
 
     if _LIMIT in _KNOWN and recompile_limit() == _THEIRS:
         kwargs = {_LIMIT: _ENOUGH, **kwargs}
+    if "isolate_recompiles" in _KNOWN:  # the limit is each model's, not that of a shared method
+        kwargs = {"isolate_recompiles": True, **kwargs}
     compiled = torch.compile(function, backend=theirs, **kwargs)
     vars(compiled)["_mpcompile_backend"] = backend
+    user = weakref.ref(compiled)
     return compiled

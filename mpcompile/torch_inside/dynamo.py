@@ -23,9 +23,11 @@ from .names import (
     callback_handler,
     compile_lock,
     dynamo_config,
+    get_metrics_context,
     get_mod_inlinelist,
     graph_break,
     meta_utils,
+    reset_code,
     tls,
 )
 from .private_names import MissingInTorch
@@ -61,6 +63,16 @@ def traced_output() -> OutputGraph | None:
     """Dynamo's record of what it is tracing in this thread; None if that is nothing."""
     translator = _translator()
     return None if translator is None else translator.output
+
+
+def drop_compiled(code: CodeType) -> None:
+    """Drop what was compiled of this code. Torch's notes on this thread's compiles go, too: they
+    hold the code of each program with a break that was ever compiled, and torch never drops them.
+    """
+    context = get_metrics_context()
+    if not context.in_progress():
+        context._edits.clear()
+    reset_code(code)
 
 
 def with_number(function: FunctionType, number: int) -> Any:

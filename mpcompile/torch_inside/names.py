@@ -110,6 +110,7 @@ with needed_for(Part.COMPILE):
     )
     from torch._dynamo.symbolic_convert import tls  # knows what is traced
     from torch._dynamo.trace_rules import get_mod_inlinelist  # lists torch's own files
+    from torch._dynamo.utils import get_metrics_context
     from torch._dynamo.variables import UnspecializedNNModuleVariable
     from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
 

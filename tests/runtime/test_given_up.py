@@ -147,3 +147,38 @@ def test_a_count_of_calls_compiles_no_third_time() -> None:
         model(torch.randn(4, 8)).sum().backward()
         seen.append(len(compiled_plans(model)))
     assert seen == [1, 2, 2, 2, 2, 2]
+
+
+class Breaks(nn.Module):
+    """No graph is compiled before its break."""
+
+    flags = (False,)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        sign = -1.0 if self.flags[0] else 1.0
+        torch._dynamo.graph_break()
+        return (x @ x.T).relu() * sign
+
+
+def test_models_that_share_a_method_have_a_limit_each() -> None:
+    """Behind a break Dynamo keeps what it compiles at the method, which other models have, too."""
+    with torch._dynamo.config.patch(recompile_limit=4):
+        for _ in range(6):
+            net = nn.Sequential(nn.Linear(64, 64), Breaks())
+            model = mpcompile(net, **OPTIONS, strict=True)
+            model(torch.randn(64, 64)).sum().backward()
+            assert len(compiled_plans(model)) >= 1
+
+
+def test_what_has_no_graph_is_given_up_with_all_behind_it() -> None:
+    net = Breaks()
+
+    def train() -> None:
+        for i in range(6):
+            net.flags = (False,) * (i + 1)
+            model(torch.randn(64, 64)).sum().backward()
+
+    with torch._dynamo.config.patch(recompile_limit=4):
+        model = mpcompile(nn.Sequential(nn.Linear(64, 64), net), **OPTIONS)
+        with pytest.warns(MPCompileWarning, match="forward was compiled 4 times, torch's limit"):
+            train()
