@@ -1,7 +1,5 @@
 """The table of the papers' claims: the frame around the trainings, and what the report says."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import json

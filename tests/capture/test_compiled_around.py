@@ -2,8 +2,6 @@
 torch.compile, it is cast, or traced for TorchScript.
 """
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """Decorated methods: they bind like any function, and each object trains what is its own."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import gc

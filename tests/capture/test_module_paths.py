@@ -1,7 +1,5 @@
 """Module paths start at the model, also behind a graph break inside of a submodule."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

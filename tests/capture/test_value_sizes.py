@@ -1,7 +1,5 @@
 """Sizes that depend on values: such operators stay in the graph, where that compiles."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

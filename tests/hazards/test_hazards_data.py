@@ -2,8 +2,6 @@
 codebook make them.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 
@@ -18,7 +16,7 @@ from mpcompile import MPOptimizer, compiled_plans, mpcompile
 class Averaged(nn.Module):
     """A layer that keeps an average of its results, and counts its calls, through `.data`."""
 
-    def __init__(self, write: Callable[[Averaged, torch.Tensor], object], size: int = 8) -> None:
+    def __init__(self, write: "Callable[[Averaged, torch.Tensor], object]", size: int = 8) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.layer, self.write = nn.Linear(16, 16), write
@@ -28,8 +26,7 @@ class Averaged(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = self.layer(x)
         self.write(self, h.detach().square().mean())
-        out: torch.Tensor = self.layer(h) * self.average.mean()
-        return out
+        return self.layer(h) * self.average.mean()
 
 
 def assigned(m: Averaged, mean: torch.Tensor) -> None:

@@ -1,7 +1,5 @@
 """What can't be rewritten is compiled unchanged, with one warning that says why."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.testing._internal.two_tensor import TwoTensor

@@ -1,7 +1,5 @@
 """autograd.Function: its backward is kept, and sees gradients true to size."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -61,8 +59,7 @@ class Around(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h: torch.Tensor = self.function(self.before(x))
-        out: torch.Tensor = self.after(h)
-        return out
+        return self.after(h)
 
 
 FUNCTIONS = {

@@ -1,7 +1,5 @@
 """Every gradient of the rewritten program is the FP32 program's, however it is asked for."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """cond and flex_attention, kept as they are with low work around them; vmap and func.grad."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Attention masks: masked stays masked, and a row masked as a whole stays finite."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

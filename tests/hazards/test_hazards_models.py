@@ -1,7 +1,5 @@
 """Pieces of real models: layers and idioms that bring several hazards at once."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -2,8 +2,6 @@
 are those of the same loop in plain FP32, twice in a row (the first call searches the loss scale).
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import threading

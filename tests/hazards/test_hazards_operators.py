@@ -1,7 +1,5 @@
 """Custom operators, and functions put in the graph by hand."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -2,8 +2,6 @@
 as many digits as under autocast, at O2, too; and bounds close to 1 stay below 1.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any
@@ -21,7 +19,7 @@ N = 100  # places
 class Net(nn.Module):
     """Places that a layer moves a little, a table with something at each place, and frequencies."""
 
-    def __init__(self, program: Callable[[Net, torch.Tensor], torch.Tensor]) -> None:
+    def __init__(self, program: "Callable[[Net, torch.Tensor], torch.Tensor]") -> None:
         super().__init__()
         torch.manual_seed(0)
         self.program = program

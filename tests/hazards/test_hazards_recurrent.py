@@ -1,7 +1,5 @@
 """LSTM, GRU and RNN: one low node on the device's own kernel."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from compare import check, leaf
@@ -17,8 +15,7 @@ class Recurrent(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h, _ = self.layer(self.embed(x))
-        out: torch.Tensor = self.head(h)
-        return out
+        return self.head(h)
 
 
 LAYERS = {

@@ -1,7 +1,5 @@
 """Parts of a program without gradients, and programs that break into several graphs."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -40,8 +38,7 @@ def test_graph_break_inside_no_grad(level: str, emit: str) -> None:
                 size = h.abs().mean()
                 torch._dynamo.graph_break()
                 size = size + self.up(x).abs().mean()
-            out: torch.Tensor = self.down(h / size)
-            return out
+            return self.down(h / size)
 
     check(Broken(), leaf(8, 16), level=level, emit=emit, low=["linear"])
 
@@ -53,8 +50,7 @@ def test_graphs_of_one_model_share_its_loss_scale() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             h = self.up(x)
             torch._dynamo.graph_break()
-            out: torch.Tensor = self.down(F.gelu(h))
-            return out
+            return self.down(F.gelu(h))
 
     options: dict[str, Any] = {"emit": "eager", "strict": True, "loss_scale": "grad_scaler"}
     model = mpcompile(Broken(), dtype=torch.float16, **options)

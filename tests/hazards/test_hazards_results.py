@@ -1,7 +1,5 @@
 """What a program returns, and programs with little in them."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from typing import Any

@@ -1,7 +1,5 @@
 """Derivatives inside of what is compiled: low, as in FP64 to second order, and in training."""
 
-from __future__ import annotations
-
 import copy
 import statistics
 import warnings
@@ -44,7 +42,6 @@ def test_all_products_are_bf16(name: str, form: str) -> None:
     found = found_of(DERIVATIVES[name], form, BF16)
     assert found.error == ""
     assert found.low == 1
-    assert found.off is not None
     assert found.off < TOLERANCE[BF16]
 
 
@@ -54,9 +51,7 @@ def test_all_products_are_bf16(name: str, form: str) -> None:
 def test_inner_gradients_stay_fp32_beside_fp16(name: str) -> None:
     found = found_of(DERIVATIVES[name], FORMS[0], FP16)
     assert found.error == ""
-    assert found.off is not None
     assert found.off < TOLERANCE[FP16]
-    assert found.low is not None
     assert found.low > 0.1
 
 
@@ -66,9 +61,7 @@ def test_control_flow_is_right_and_says_what_stays(name: str) -> None:
     torch._dynamo.reset()
     found = found_of(OTHERS[name], FORMS[0], BF16)
     assert found.error == ""
-    assert found.low is not None
     assert 0 < found.low < 1
-    assert found.off is not None
     assert found.off < TOLERANCE[BF16]
 
 

@@ -1,7 +1,5 @@
 """Constants, positions, casts of the user's own, dtypes that are nobody's business."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Parameters that a forward writes, without a gradient, before it reads them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

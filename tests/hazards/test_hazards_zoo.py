@@ -1,7 +1,5 @@
 """Each product of the zoo's models is low, but for those that are listed here with their reason."""
 
-from __future__ import annotations
-
 import warnings
 from collections import Counter
 

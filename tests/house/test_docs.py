@@ -3,8 +3,6 @@ test_docs_code.py (blocks of Python), test_docs_migrating.py, test_docs_ci.py an
 test_docs_notebook.py.
 """
 
-from __future__ import annotations
-
 import ast
 import importlib
 import inspect

@@ -3,8 +3,6 @@
 That the site builds, and that no link in it is broken, is what `make docs` finds out.
 """
 
-from __future__ import annotations
-
 import importlib
 import re
 

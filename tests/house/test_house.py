@@ -1,7 +1,5 @@
 """The plan of the house: the size of files and functions, and that nothing is said twice."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections import Counter, defaultdict

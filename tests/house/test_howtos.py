@@ -1,7 +1,5 @@
 """CONTRIBUTING's how-tos, done as they say in a copy of the sources (options: test_settings)."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess
@@ -104,8 +102,6 @@ def test_add_an_operator(copy: Copy) -> None:
 
 
 PASS = '''"""Write `relu` for `clamp_min` at zero. A rewriting pass; needs no marks."""
-
-from __future__ import annotations
 
 from torch import fx
 

@@ -1,7 +1,5 @@
 """The planted defects of `tests/support/mutants.py` fit the sources; a run of them is no test."""
 
-from __future__ import annotations
-
 import pytest
 from mutants import MUTANTS, Mutant
 from repository import ROOT

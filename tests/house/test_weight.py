@@ -4,8 +4,6 @@ Each number is what there is today. Who makes one smaller writes the smaller one
 more room takes it from somewhere else.
 """
 
-from __future__ import annotations
-
 import ast
 import io
 import tokenize

@@ -1,7 +1,5 @@
 """What `MPCompileAccelerator` does with single objects, its arguments, and its checkpoints."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -111,8 +109,7 @@ class Two(nn.Module):
         self.b = mpcompile(nn.Linear(4, 4), **FP16, loss_scale=LossScale.dynamic(b))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.b(self.a(x))
-        return out
+        return self.b(self.a(x))
 
     def scales(self) -> list[float]:
         return [loss_scale_of(self.a).value, loss_scale_of(self.b).value]

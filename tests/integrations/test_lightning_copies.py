@@ -1,7 +1,5 @@
 """Copies and pickles of a compiled LightningModule, and of the metrics in it: they are plain."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 import warnings

@@ -1,7 +1,5 @@
 """Steps of a LightningModule that call one another, or are made by functools."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

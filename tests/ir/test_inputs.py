@@ -1,7 +1,5 @@
 """The layout of a graph's inputs: read off the graph, and what a call is assembled from."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

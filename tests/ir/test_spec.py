@@ -2,8 +2,6 @@
 which a value has another dtype than the graph says.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

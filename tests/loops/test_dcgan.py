@@ -1,7 +1,5 @@
 """PyTorch's DCGAN tutorial, small: two models, two optimizers, and D in three graphs of a step."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

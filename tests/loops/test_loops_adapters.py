@@ -1,7 +1,5 @@
 """Low-rank adapters on a frozen base; weights that thaw, join an optimizer, or are replaced."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -21,8 +19,7 @@ class Adapted(nn.Module):
         self.B = nn.Parameter(torch.zeros(base.out_features, 4))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.base(x) + 2.0 * F.linear(F.linear(x, self.A), self.B)
-        return out
+        return self.base(x) + 2.0 * F.linear(F.linear(x, self.A), self.B)
 
 
 class Base(nn.Module):
@@ -33,8 +30,7 @@ class Base(nn.Module):
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.embed(tokens)
-        out: torch.Tensor = self.head(x + self.down(F.gelu(self.up(self.norm(x)))))
-        return out
+        return self.head(x + self.down(F.gelu(self.up(self.norm(x)))))
 
 
 def adapt(model: Base) -> None:

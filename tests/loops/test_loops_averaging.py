@@ -1,7 +1,5 @@
 """A small ResNet with what surrounds it: averaged weights, OneCycleLR, accumulation, clipping."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest
@@ -37,8 +35,7 @@ class ResNet(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.block(F.relu(self.norm(self.stem(x))))
-        out: torch.Tensor = self.head(x.mean((2, 3)))
-        return out
+        return self.head(x.mean((2, 3)))
 
 
 @WAYS

@@ -1,7 +1,5 @@
 """Activation checkpointing of both kinds, inside what is compiled and around it."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest
@@ -31,8 +29,7 @@ class Deep(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for one in self.blocks:
             x = x + self.checkpoint(one, x)
-        out: torch.Tensor = self.head(x)
-        return out
+        return self.head(x)
 
 
 @WAYS

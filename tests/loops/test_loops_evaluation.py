@@ -1,7 +1,5 @@
 """Evaluation between training steps, other batch sizes, a smaller last batch; newcomers' loops."""
 
-from __future__ import annotations
-
 import warnings
 from typing import Any
 
@@ -27,8 +25,7 @@ class Classifier(nn.Module):
         self.drop, self.head = nn.Dropout(0.0), nn.Linear(32, 4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.head(self.drop(F.relu(self.norm(self.hidden(x)))))
-        return out
+        return self.head(self.drop(F.relu(self.norm(self.hidden(x)))))
 
 
 def data(size: int) -> DataLoader[Any]:

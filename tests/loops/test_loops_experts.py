@@ -1,7 +1,5 @@
 """Mixtures of experts that fill a buffer they made, and return it."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

@@ -1,7 +1,5 @@
 """GANs: two networks, two optimizers, one graph that runs through both."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

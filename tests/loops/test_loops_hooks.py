@@ -1,7 +1,5 @@
 """Hooks on modules and on tensors, as loops use them to log, to clip and to steer."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -19,8 +17,7 @@ class Network(nn.Module):
         self.second, self.head = nn.Linear(32, 32), nn.Linear(32, 4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.head(F.gelu(self.second(self.norm(self.first(x)))))
-        return out
+        return self.head(F.gelu(self.second(self.norm(self.first(x)))))
 
 
 def train(way: Way, model: nn.Module, optimizer: Any, planted: int | None = 2) -> None:

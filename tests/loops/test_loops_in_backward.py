@@ -1,7 +1,5 @@
 """Optimizers that step inside the backward, and updates that are written out by hand."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -93,8 +91,7 @@ class Halves(nn.Module):
         h = self.below(x)
         torch._dynamo.graph_break()
         h.register_hook(lambda g: g * self.factor)
-        out: torch.Tensor = self.above(h)
-        return out
+        return self.above(h)
 
 
 @PLAIN

@@ -1,7 +1,5 @@
 """Several losses and backwards: multi-task training, LBFGS, backwards that are thrown away."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Recurrent models: packed sequences with CTC, attention with teacher forcing, truncated BPTT."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Models together: a frozen critic behind a plain generator, shared weights, a teacher."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

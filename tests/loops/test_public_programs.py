@@ -7,8 +7,6 @@ the same batch, by the median of the batches; and so for each parameter, plus on
 low dtype.
 """
 
-from __future__ import annotations
-
 import re
 import warnings
 from collections.abc import Iterable, Sequence

@@ -2,8 +2,6 @@
 `contiguous()`, views, kernels of the user's and the caller rely on that layout.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -2,8 +2,6 @@
 the padded values.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Padding is exact for every kind of product, over odd sizes, forward and backward."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """expand_attention: BF16 attention on the CPU as two products around an FP32 softmax."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """fuse_head: a linear layer and the cross entropy that alone reads it, as one operator."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

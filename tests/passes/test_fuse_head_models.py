@@ -1,7 +1,5 @@
 """fuse_head end to end: what it computes, how it trains and what it keeps for the backward."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

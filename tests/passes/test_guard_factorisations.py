@@ -1,7 +1,5 @@
 """guard_factorisations: what a matrix factorisation reads is computed in FP32."""
 
-from __future__ import annotations
-
 import torch
 from compare import LEVELS, check
 from torch import nn

@@ -1,7 +1,5 @@
 """cast_together: which casts of weights become one, that values stay, and what is left alone."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

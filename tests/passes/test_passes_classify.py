@@ -1,7 +1,5 @@
 """classify: every computing node gets a class, by the first rule that applies."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

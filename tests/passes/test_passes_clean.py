@@ -1,7 +1,5 @@
 """clean: what the rewrite left over goes; a rounding the plan asked for stays."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from compare import leaf

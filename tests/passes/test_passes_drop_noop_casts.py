@@ -1,7 +1,5 @@
 """drop_noop_casts: what the FP32 capture baked as a cast to FP32 goes; a user's upcast stays."""
 
-from __future__ import annotations
-
 import torch
 from compare import leaf
 from expecttest import assert_expected_inline

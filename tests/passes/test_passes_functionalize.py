@@ -1,7 +1,5 @@
 """functionalize: in-place operators become out-of-place where nobody can tell."""
 
-from __future__ import annotations
-
 import operator
 import warnings
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """gather_hooks: a hook on a value sees the gradients of all its uses, casts between them or not."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """guard_aliases: results that share memory are cast for the caller where the memory is made."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """guard_constants: what the low dtype can't hold is computed in FP32, as far as it reaches."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

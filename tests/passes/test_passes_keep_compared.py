@@ -1,7 +1,5 @@
 """keep_compared: what is compared with something picked from it is read from memory by all."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """keep_written_inputs: the backward reads what an input held before the forward wrote it."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """outline: checkpointed bodies go back into the operator that AOTAutograd recomputes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """pad: which dims of which products are padded, and to what size."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Padding inside of checkpoints, behind writes in place, and on the way of gradients."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

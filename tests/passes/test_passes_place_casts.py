@@ -1,7 +1,5 @@
 """place_casts: one cast per value and dtype, right behind its producer."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

@@ -1,7 +1,5 @@
 """plan: each FOLLOW node becomes LOW or FULL, in small programs."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """plan on blocks of real models: of a GPT, of a ResNet, of an LSTM tagger."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

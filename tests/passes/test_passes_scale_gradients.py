@@ -1,7 +1,5 @@
 """scale_gradients: the scale enters at the outputs and leaves at the inputs."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

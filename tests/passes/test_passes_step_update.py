@@ -1,7 +1,5 @@
 """The passes over an optimizer's step."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from expecttest import assert_expected_inline

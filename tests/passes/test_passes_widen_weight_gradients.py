@@ -2,8 +2,6 @@
 gradients are nearer to FP64, and every parameter of a compiled model has one.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

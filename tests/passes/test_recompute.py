@@ -1,7 +1,5 @@
 """`recompute=True`: fewer bytes between forward and backward, the same gradients."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

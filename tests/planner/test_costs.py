@@ -2,8 +2,6 @@
 a device profile make of products.
 """
 
-from __future__ import annotations
-
 import itertools
 import re
 from dataclasses import replace

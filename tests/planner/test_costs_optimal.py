@@ -1,7 +1,5 @@
 """costs: the plan is the cheapest there is, keeps what is pinned, and is the same each time."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Mapping
 

@@ -1,7 +1,5 @@
 """cut: the cheapest labelling, against every labelling there is."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Mapping, Sequence
 from random import Random

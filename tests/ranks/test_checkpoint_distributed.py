@@ -1,7 +1,5 @@
 """`torch.distributed.checkpoint` saves FP32 numbers, and loads them on another number of ranks."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """What one rank does by itself doesn't let ranks drift apart, nor wait for each other for ever."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

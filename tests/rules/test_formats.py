@@ -2,8 +2,6 @@
 is stored (FP8) goes through the passes as FP16 does.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -11,8 +11,6 @@ by them, it leaves FP16's range although its forward stays within it.
 How it is run stands in op_db_support.py, the tolerances in op_db_judge.py.
 """
 
-from __future__ import annotations
-
 import pytest
 from op_db_judge import Status
 from op_db_support import OPS, Case, check

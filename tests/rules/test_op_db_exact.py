@@ -9,8 +9,6 @@ Here those run that take nothing else; the others, which test_op_db.py calls in 
     pytest -m sweep tests/rules/test_op_db_exact.py        (about 5 minutes)
 """
 
-from __future__ import annotations
-
 import copy
 import itertools
 from collections.abc import Callable, Iterator
@@ -65,8 +63,7 @@ class Call:
 
     @property
     def function(self) -> Callable[..., Any] | None:
-        found: Callable[..., Any] | None = getattr(self.op, FORMS[self.form])
-        return found
+        return getattr(self.op, FORMS[self.form])
 
     def samples(self) -> Iterator[tuple[Any, ...]]:
         """Arguments: the first, the others, those by name."""

@@ -1,7 +1,5 @@
 """The precision table agrees with torch.amp, says why everywhere, and takes new rows."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """A policy that names a low dtype of its own for a part of the model."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

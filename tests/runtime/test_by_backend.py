@@ -1,7 +1,5 @@
 """What is asked about a model that `torch.compile(backend="mpcompile")` has compiled."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from collections.abc import Callable

@@ -2,8 +2,6 @@
 Lightning or torch.compile: what the message says. It names the thing, and the way out.
 """
 
-from __future__ import annotations
-
 import functools
 import re
 from collections.abc import Callable

@@ -2,8 +2,6 @@
 that says it, or that nothing is lost.
 """
 
-from __future__ import annotations
-
 import copy
 import re
 import sys
@@ -45,8 +43,7 @@ def generated(model: nn.Module) -> Any:
 
 def loss_of(model: Any) -> torch.Tensor:
     x, y = batch()
-    loss: torch.Tensor = F.cross_entropy(model(x), y)
-    return loss
+    return F.cross_entropy(model(x), y)
 
 
 def backward(level: str = "O1") -> tuple[Any, Any]:
@@ -60,8 +57,7 @@ def backward(level: str = "O1") -> tuple[Any, Any]:
 def step(**options: Any) -> Callable[..., Any]:
     model = Net()
     given: dict[str, Any] = {"loss_fn": F.cross_entropy, **EAGER, **options}
-    made: Callable[..., Any] = train_step(model, sgd(model), **given)
-    return made
+    return train_step(model, sgd(model), **given)
 
 
 # -- refused ---------------------------------------------------------------------------------------

@@ -1,7 +1,5 @@
 """An optimizer as people write it: a loop over the parameters, everything else in `update`."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

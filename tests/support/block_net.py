@@ -1,7 +1,5 @@
 """A small net with each class of precision."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import nn

@@ -1,7 +1,5 @@
 """The documents: their blocks of code, their prose and their anchors."""
 
-from __future__ import annotations
-
 import functools
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tests on a GPU that is emulated (`benchmarks/emucuda/`), and processes that see one."""
 
-from __future__ import annotations
-
 import functools
 import json
 import os

@@ -5,8 +5,6 @@ A fault is one small change of meaning within a function: a condition negated, a
 makes the change while Python imports the module, so that no file is written.
 """
 
-from __future__ import annotations
-
 import ast
 import random
 from collections.abc import Iterable, Iterator

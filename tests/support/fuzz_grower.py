@@ -8,8 +8,6 @@ any more, is taken back. What is left is valid by construction.
 Every choice is made by one function, `choose(n) -> 0..n-1`. Hypothesis may be behind it, or a seed.
 """
 
-from __future__ import annotations
-
 import functools
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -158,12 +156,12 @@ class Grower:
 
     # Growing.
 
-    def grow(self, table: Mapping[str, Maker]) -> bool:
+    def grow(self, table: Mapping[str, "Maker"]) -> bool:
         """Add one line, or a few that belong together; False if it didn't work out."""
         op = list(table)[self.choose(len(table))]
         return self.add(op, table[op])
 
-    def add(self, op: str, maker: Maker) -> bool:
+    def add(self, op: str, maker: "Maker") -> bool:
         before = len(self.lines)
         try:
             drawn = maker(self)
@@ -178,7 +176,7 @@ class Grower:
             return False
         return True
 
-    def region(self, header: str, count: int, tables: Sequence[Mapping[str, Maker]]) -> None:
+    def region(self, header: str, count: int, tables: Sequence[Mapping[str, "Maker"]]) -> None:
         """A `with` statement around a few lines."""
         before = len(self.lines)
         self._run("region", header)

@@ -13,8 +13,6 @@ as such. A rounding may flip what is discontinuous (relu at 0, a mask, amax), no
 what the noise has shown: so a program is only wrong if it is so on three draws of its inputs.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import math

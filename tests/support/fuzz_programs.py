@@ -5,8 +5,6 @@ failing example prints. Run in FP64, a few lines differ (`Line.wide`): a cast to
 then a plain copy, so that memory is shared, or not, as it is in FP32.
 """
 
-from __future__ import annotations
-
 import functools
 import inspect
 import itertools
@@ -210,8 +208,7 @@ class Program:
         linecache.cache[name] = (len(source), None, source.splitlines(True), name)
         scope = names_in_scope(compiled)
         exec(compile(source, name, "exec"), scope)
-        found: Callable[..., Any] = scope["f"]
-        return found
+        return scope["f"]
 
     def ops(self) -> set[str]:
         return {line.op for line in self.lines}

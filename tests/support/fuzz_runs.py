@@ -3,8 +3,6 @@
 In FP64, plain or with the noise of FP16; in FP32; and compiled once, for several calls.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -264,7 +262,6 @@ class Compiled:
                     arguments[k] = leaves[k] = held
 
         def run(*given: Any) -> Any:
-            assert self.owner is not None
             names = [i.name for i in self.program.inputs]
             pairs = dict(zip(names, given, strict=True))
             return self.run(**{n: v for n, v in pairs.items() if n not in self.owner.own})

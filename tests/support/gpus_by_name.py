@@ -1,7 +1,5 @@
 """Processes that see a GPU which exists by name only (`fakecuda`), and what they tell."""
 
-from __future__ import annotations
-
 import functools
 import json
 import os

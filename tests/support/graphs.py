@@ -1,7 +1,5 @@
 """Graphs for tests of passes: capture a program, run the passes before one, then that one."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from typing import Any

@@ -11,8 +11,6 @@ Of a test with several axes, `make test` and `make test-all` take as many rows a
 each axis; the others are for sweeps.
 """
 
-from __future__ import annotations
-
 import collections
 import itertools
 import os

@@ -7,8 +7,6 @@ What is compared is how far each parameter has moved: against weights that train
 where they were, any update would look right, and none at all.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -54,11 +52,11 @@ class Way:
         return self.level is None
 
     @property
-    def reference(self) -> Way:
+    def reference(self) -> "Way":
         return Way(None, overflows=self.overflows)
 
     @property
-    def again(self) -> Way:
+    def again(self) -> "Way":
         """The same way, with nothing done yet."""
         return Way(self.level, self.dtype, self.generated, self.emit, self.overflows)
 

@@ -1,7 +1,5 @@
 """A module that a test needs once, without a class of its own."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -3,8 +3,6 @@
 `tests/support/plant.py` plants each, and runs the tests that must fail then.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 __all__ = ["MUTANTS", "Mutant"]

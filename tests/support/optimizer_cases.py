@@ -1,7 +1,5 @@
 """torch's own list of optimizers, every class with every configuration."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any

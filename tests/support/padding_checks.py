@@ -7,8 +7,6 @@ By default a few sizes of each program are drawn. Many of them, at O1 and O2:
 takes about 20 minutes on 2 cores.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from typing import Any

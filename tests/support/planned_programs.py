@@ -1,7 +1,5 @@
 """Small programs and made-up device profiles, in front of the pass that plans."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any

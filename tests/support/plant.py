@@ -13,8 +13,6 @@ notes what caught what.
 Of these tests it runs as many as take `--seconds` together: what is caught is a lower bound.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import json

@@ -1,7 +1,5 @@
 """What most public scripts have in common: one model, one optimizer, and the loop around them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

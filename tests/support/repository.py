@@ -1,7 +1,5 @@
 """The repository's own files: where they lie, and the sources of the package."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 __all__ = ["PACKAGE", "PASSES", "ROOT", "SUPPORT", "sources"]

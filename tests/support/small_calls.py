@@ -1,7 +1,5 @@
 """Small modules that are planned for."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A small GPT of Hugging Face's, and its data."""
 
-from __future__ import annotations
-
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, set_seed
 

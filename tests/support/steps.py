@@ -1,7 +1,5 @@
 """Graphs of optimizer steps for tests: trace a tiny one, run the passes before one, then that."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

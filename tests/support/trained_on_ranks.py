@@ -1,7 +1,5 @@
 """A training on several ranks, saved with `torch.distributed.checkpoint` as users do."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A plain torch.optim optimizer and an MPOptimizer over equal parameters, stepped side by side."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

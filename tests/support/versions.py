@@ -1,7 +1,5 @@
 """What doesn't hold on every torch of the supported range, and whose fault that is."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -5,8 +5,6 @@ Python imports this file at its start where its folder is on PYTHONPATH: in a te
 "reached": folder}`; each fault as `faults.Fault` or `mutants.Mutant` has it.
 """
 
-from __future__ import annotations
-
 import ast
 import importlib.machinery
 import json
