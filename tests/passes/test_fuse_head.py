@@ -1,21 +1,26 @@
-"""fuse_head: a linear layer and the cross entropy that alone reads it, as one operator."""
+"""fuse_head: a linear layer and the cross entropy that alone reads it, as one operator: which
+graphs, what it computes, how it trains and what it keeps for the backward.
+"""
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from compare import leaf
+from compare import SETTINGS, check, leaf
 from expecttest import assert_expected_inline
 from graphs import Stage
 from heads import FUSED, head, head_inputs
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from mpcompile import Policy
+from mpcompile import MPCompileError, MPOptimizer, Policy, compiled_plans, mpcompile
 from mpcompile.passes.graph.fuse_head import fuse_head
 from mpcompile.passes.graph.place_casts import place_casts
+
+# -- which graphs ----------------------------------------------------------------------------------
 
 
 def text(stage: Stage) -> str:
@@ -199,3 +204,180 @@ def test_without_autocast() -> None:
             return head(x, weight, target)
 
     assert reason(program, *head_inputs()) == "linear is KEEP, autocast is disabled here"
+
+
+# -- end to end ------------------------------------------------------------------------------------
+
+
+HALVES = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+
+
+class LM(nn.Module):
+    """Tokens in, loss out; the head is tied to the embedding, or has a bias."""
+
+    def __init__(self, *, tied: bool = False, classes: int = 29) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(classes, 16)
+        self.norm = nn.LayerNorm(16)
+        self.middle = nn.Linear(16, 16)
+        self.head = nn.Linear(16, classes, bias=not tied)
+        if tied:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor, target: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        logits = self.head(x + F.gelu(self.middle(self.norm(x))))
+        return F.cross_entropy(logits.view(-1, logits.shape[-1]), target.view(-1))
+
+
+def batch(rows: int = 6, length: int = 5, classes: int = 29) -> tuple[Tensor, Tensor]:
+    tokens = torch.randint(0, classes, (rows, length))
+    target = (tokens * 3 + 1) % classes
+    target[0, 0] = -100
+    return tokens, target
+
+
+def is_fused(program: Any) -> bool:
+    ops = [node.op for plan in compiled_plans(program) for node in plan.nodes]
+    assert (FUSED in ops) != ("aten::cross_entropy_loss" in ops)
+    return FUSED in ops
+
+
+@SETTINGS
+@HALVES
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_model(level: str, emit: str, dtype: torch.dtype, tied: bool) -> None:
+    options = {"level": level, "emit": emit, "dtype": dtype}
+    seen = check(LM(tied=tied), *batch(), fuse_head=True, steps=2, **options)
+    assert is_fused(seen.model)
+
+
+@SETTINGS
+@HALVES
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+def test_every_argument(level: str, emit: str, dtype: torch.dtype, reduction: str) -> None:
+    def program(x: Tensor, w: Tensor, b: Tensor, target: Tensor, weights: Tensor) -> Tensor:
+        return F.cross_entropy(
+            F.linear(x, w, b), target, weights,
+            ignore_index=3, reduction=reduction, label_smoothing=0.1,
+        )  # fmt: skip
+
+    inputs = leaf(33, 16), leaf(7, 16), leaf(7), torch.randint(0, 7, (33,)), torch.rand(7)
+    options = {"level": level, "emit": emit, "dtype": dtype}
+    assert is_fused(check(program, *inputs, fuse_head=True, **options).model)
+
+
+@SETTINGS
+def test_padding_leaves_the_operator_alone(level: str, emit: str) -> None:
+    """29 classes and 30 rows, where products want multiples of 8."""
+    options = {"level": level, "emit": emit, "pad": "always"}
+    seen = check(LM(), *batch(), fuse_head=True, **options)
+    assert is_fused(seen.model)
+    (plan,) = seen.plans
+    assert [n.planned for n in plan.nodes if n.op == "aten::reshape"] == ["f16[30, 16]"]
+
+
+def test_o3() -> None:
+    assert is_fused(check(LM(), *batch(), fuse_head=True, level="O3", tolerance=0.1).model)
+
+
+@SETTINGS
+def test_inside_a_checkpoint(level: str, emit: str) -> None:
+    def program(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+        return checkpoint(head, x, weight, target, use_reentrant=False)
+
+    seen = check(program, *head_inputs(), fuse_head=True, level=level, emit=emit)
+    assert is_fused(seen.model)
+
+
+def test_all_rows_ignored() -> None:
+    """NaN, as in FP32; the gradients are zero and no overflow is seen."""
+    tokens, target = batch()
+    model = mpcompile(LM(), dtype=torch.float16, emit="aot_eager", strict=True, fuse_head=True)
+    loss = model(tokens, torch.full_like(target, -100))
+    loss.backward()
+    assert loss.isnan()
+    assert is_fused(model)
+    assert all(p.grad is not None and not p.grad.any() for p in model.parameters())
+
+
+@pytest.mark.parametrize("emit", ["eager", "aot_eager"])
+def test_any_number_of_rows_by_one_compilation(emit: str) -> None:
+    model = LM()
+    reference = copy.deepcopy(model)
+    fast = mpcompile(model, dtype=torch.bfloat16, emit=emit, strict=True, fuse_head=True)
+    for rows in (6, 4, 9):
+        tokens, target = batch(rows)
+        for x in (tokens, target):
+            torch._dynamo.mark_dynamic(x, 0)
+        got, wanted = fast(tokens, target), reference(tokens, target)
+        torch.testing.assert_close(got, wanted, rtol=2e-2, atol=2e-2)
+        got.backward()
+        wanted.backward()
+    assert len(compiled_plans(model)) == 1
+    assert is_fused(model)
+    for mine, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        assert (mine.grad - theirs.grad).norm() < 3e-2 * theirs.grad.norm()
+
+
+def saved_bytes(emit: str, *, fuse: bool) -> int:
+    """What a head of 50 rows and 1000 classes keeps for its backward, without its inputs."""
+    x, weight, target = leaf(50, 8), leaf(1000, 8), torch.randint(0, 1000, (50,))
+    program = mpcompile(
+        lambda x, w, t: F.cross_entropy(F.linear(x, w), t),
+        dtype=torch.float16, emit=emit, strict=True, fuse_head=fuse,
+    )  # fmt: skip
+    program(x, weight, target)
+    kept: dict[int, int] = {}
+
+    def pack(value: Tensor) -> Tensor:
+        storage = value.untyped_storage()
+        kept[storage.data_ptr()] = storage.nbytes()
+        return value
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda value: value):
+        program(x, weight, target)
+    for own in (x, weight, target):
+        kept.pop(own.untyped_storage().data_ptr(), None)
+    return sum(kept.values())
+
+
+@pytest.mark.parametrize("emit", ["eager", "aot_eager"])
+def test_no_logits_are_kept(emit: str) -> None:
+    assert saved_bytes(emit, fuse=False) >= 2 * 50 * 1000
+    casts, lse = 2 * (50 * 8 + 1000 * 8), 4 * 50
+    assert saved_bytes(emit, fuse=True) <= casts + lse + 64
+
+
+@pytest.mark.slow("compiles by Inductor, or a deep model")
+@HALVES
+@pytest.mark.parametrize("tied", [False, True])
+def test_under_an_mpoptimizer(dtype: torch.dtype, tied: bool) -> None:
+    """O2's working copies are read; trains as the unfused model does."""
+    losses = []
+    for fuse in (False, True):
+        torch.manual_seed(0)
+        model = mpcompile(
+            LM(tied=tied), level="O2", dtype=dtype, emit="eager", strict=True, fuse_head=fuse
+        )
+        optimizer = MPOptimizer(torch.optim.SGD(model.parameters(), lr=0.5), emit="eager")
+        tokens, target = batch()
+        for _ in range(8):
+            loss = model(tokens, target)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert is_fused(model) == fuse
+        losses.append(loss.detach())
+    torch.testing.assert_close(losses[0], losses[1], rtol=3e-2, atol=0)
+
+
+@pytest.mark.slow("compiles by Inductor, or a deep model")
+def test_compiled_by_inductor() -> None:
+    seen = check(LM(), *batch(), fuse_head=True, dtype=torch.bfloat16, emit="inductor")
+    assert is_fused(seen.model)
+
+
+def test_a_flag_is_true_or_false() -> None:
+    with pytest.raises(MPCompileError, match=r"fuse_head=1: use True or False"):
+        mpcompile(LM(), fuse_head=1)

@@ -92,7 +92,7 @@ MUTANTS = (
         "passes/graph/scale_gradients.py",
         "node.replace_input_with(operand, self._scale(operand, node))",
         "pass",
-        ("tests/hazards/test_hazards_functions.py",),
+        ("tests/hazards/test_hazards_operators.py",),
     ),
     Mutant(
         "sums-in-low",
@@ -156,7 +156,7 @@ MUTANTS = (
         "passes/joint/keep_written_inputs.py",
         "if memory is None or memory not in writes:",
         "if True:",
-        ("tests/passes/test_passes_keep_written_inputs.py",),
+        ("tests/passes/test_passes_kept_for_backward.py",),
     ),
     Mutant(
         "dropout-drawn-again",
