@@ -218,10 +218,7 @@ def test_anomaly_mode_finds_what_is_nan_at_any_scale(level: str) -> None:
             return out + (out - out.detach()).sqrt()  # 0 times infinity
 
     model = mpcompile(Root(), dtype=torch.float16, level=level, emit="aot_eager")
-    with (
-        pytest.raises(RuntimeError, match="returned nan values"),
-        torch.autograd.detect_anomaly(),
-    ):
+    with pytest.raises(RuntimeError, match="returned nan values"), torch.autograd.detect_anomaly():
         loss_of(model).backward()
 
 

@@ -7,15 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from compare import (
-    LEVELS,
-    SETTINGS,
-    assert_near,
-    check,
-    fallback_reason,
-    leaf,
-    weighted_sum,
-)
+from compare import LEVELS, SETTINGS, assert_near, check, fallback_reason, leaf, weighted_sum
 from module_of import module_of
 from torch import nn
 

@@ -10,12 +10,7 @@ from loops import MOSTLY_O1, WAYS, Way, agree, finite, low_nodes, same, snapshot
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from mpcompile import (
-    LossScale,
-    MPCompileWarning,
-    loss_scale_of,
-    mpcompile,
-)
+from mpcompile import LossScale, MPCompileWarning, loss_scale_of, mpcompile
 
 
 class Classifier(nn.Module):

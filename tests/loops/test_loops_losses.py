@@ -111,10 +111,7 @@ def test_lbfgs_survives_an_overflow() -> None:
     assert losses[-1] < losses[3] < losses[0]
 
 
-@pytest.mark.parametrize(
-    "way",
-    [pytest.param(O1, id="O1"), pytest.param(O2, id="O2")],
-)
+@pytest.mark.parametrize("way", [pytest.param(O1, id="O1"), pytest.param(O2, id="O2")])
 def test_a_backward_thrown_away(way: Way) -> None:
     """Its overflow is nobody's business: the next step counts as if it had not been."""
 
@@ -161,8 +158,7 @@ def test_a_forward_thrown_away(way: Way) -> None:
 
 
 KINDS = pytest.mark.parametrize(
-    "reentrant",
-    [pytest.param(False, id="new"), pytest.param(True, id="reentrant")],
+    "reentrant", [pytest.param(False, id="new"), pytest.param(True, id="reentrant")]
 )
 
 

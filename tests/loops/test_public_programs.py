@@ -17,17 +17,7 @@ from typing import Any
 import pytest
 import torch
 from public_programs import SCRIPTS, Script
-from public_runs import (
-    AUTOCAST,
-    FP32,
-    FP64,
-    WAYS,
-    Running,
-    States,
-    products,
-    running,
-    widened,
-)
+from public_runs import AUTOCAST, FP32, FP64, WAYS, Running, States, products, running, widened
 from torch import Tensor
 
 from mpcompile import MPCompileWarning

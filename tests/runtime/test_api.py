@@ -13,14 +13,7 @@ from block_net import Net
 from module_of import module_of
 from torch import nn
 
-from mpcompile import (
-    MPCompileError,
-    MPCompileWarning,
-    Policy,
-    compiled_plans,
-    explain,
-    mpcompile,
-)
+from mpcompile import MPCompileError, MPCompileWarning, Policy, compiled_plans, explain, mpcompile
 from mpcompile.errors import in_one_line
 from mpcompile.torch_inside.version import check_torch_version, warn_of_version
 

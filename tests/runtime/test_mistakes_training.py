@@ -107,17 +107,11 @@ def traced() -> None:
 REFUSED: dict[str, tuple[Loop, str]] = {
     "half": (cast(lambda m: m.half()), "It was cast after mpcompile()"),
     "bfloat16": (cast(lambda m: m.bfloat16()), "copy.deepcopy(model).to(dtype)"),
-    "meta": (
-        cast(lambda m: m.to("meta")),
-        "is on meta; supported devices: cuda, cpu. It was",
-    ),
+    "meta": (cast(lambda m: m.to("meta")), "is on meta; supported devices: cuda, cpu. It was"),
     "forward": (autocast_forward, "was replaced by one under autocast(torch.bfloat16)"),
     "sparse": (sparse, "make it dense (nn.Embedding(sparse=False)), or use the plain torch.optim"),
     "double backward": (penalty, "inside of what is compiled"),
-    "inference mode": (
-        made_in_inference_mode,
-        "make it outside, or load its state_dict()",
-    ),
+    "inference mode": (made_in_inference_mode, "make it outside, or load its state_dict()"),
     "TorchScript": (traced, "TorchScript can't be captured; give the model or the function that"),
     "copy": (of_a_copy, "or is a copy of one that was. (Of a training step, ask the step"),
     "accumulate=3": (

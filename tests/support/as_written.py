@@ -5,8 +5,6 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-__all__ = ["AsWritten"]
-
 
 class AsWritten(Optimizer):
     """Its defaults are `lr` and what else is given."""

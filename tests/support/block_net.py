@@ -4,8 +4,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-__all__ = ["Net"]
-
 
 class Net(nn.Module):
     """Two layers, a norm, a softmax: each precision class once."""

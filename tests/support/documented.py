@@ -10,8 +10,6 @@ from torch import nn
 from mpcompile import MPOptimizer
 from mpcompile.settings import Settings
 
-__all__ = ["Names", "Net", "eager", "run"]
-
 Names = dict[str, Any]
 
 

@@ -6,8 +6,6 @@ from pathlib import Path
 
 from repository import ROOT
 
-__all__ = ["COMMAND", "DOCUMENTS", "FENCED", "README", "anchors", "blocks", "fenced", "prose"]
-
 README = ROOT / "README.md"
 DOCUMENTS = (
     README,

@@ -12,8 +12,6 @@ import pytest
 import torch
 from repository import ROOT
 
-__all__ = ["EMULATED", "needs_a_compiler", "sized", "told_by"]
-
 EMULATED = "benchmarks.emucuda" in sys.modules
 """Whether this process sees an emulated GPU. It does from its start on, or never."""
 

@@ -11,8 +11,6 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Fault", "drawn", "planted", "rooms", "watched"]
-
 _ROOT = Path(__file__).parents[2]
 
 _TURNED: dict[type[ast.cmpop], type[ast.cmpop]] = {

@@ -11,8 +11,6 @@ import pytest
 import torch
 from repository import ROOT
 
-__all__ = ["ROOT", "needs_a_cpu_build", "python", "told"]
-
 needs_a_cpu_build = pytest.mark.skipif(
     torch.version.cuda is not None, reason="this torch has a CUDA device of its own"
 )

@@ -21,8 +21,6 @@ from typing import Any
 
 import pytest
 
-__all__ = ["LIMIT", "covering", "limit", "put_in_lanes", "set_limit", "slower"]
-
 LIMIT = 300.0
 """Seconds that a test may take, on a machine like the one that `_USUAL` was measured on."""
 _USUAL = 0.12  # seconds of `_work` on an idle core of an AMD EPYC 9004

@@ -5,8 +5,6 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["module_of"]
-
 
 class _Module(nn.Module):
     def __init__(self, run: Callable[..., Any], parts: dict[str, Any]) -> None:

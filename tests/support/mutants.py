@@ -5,8 +5,6 @@
 
 from dataclasses import dataclass
 
-__all__ = ["MUTANTS", "Mutant"]
-
 
 @dataclass(frozen=True)
 class Mutant:

@@ -8,8 +8,6 @@ import torch
 from torch import nn
 from torch.testing._internal.common_optimizers import optim_db
 
-__all__ = ["REFUSED", "RICHEST", "SHAPES", "Case", "cases"]
-
 REFUSED = ("LBFGS", "SparseAdam")
 SHAPES = [(5, 7), (2, 3, 3, 3), (1,), (), (7, 1)]
 

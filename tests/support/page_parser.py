@@ -4,8 +4,6 @@ import json
 from html.parser import HTMLParser
 from typing import Any
 
-__all__ = ["Page"]
-
 
 class Page(HTMLParser):
     """Reads a page: its tags, its attributes by tag, its text, and the data in it."""

@@ -6,8 +6,6 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-__all__ = ["Clip", "Models", "Optimizers", "Step", "optimizer", "usual"]
-
 Models, Optimizers = Sequence[nn.Module], Sequence[Optimizer]
 Clip = Callable[..., Any]
 Step = Callable[..., tuple[Any, ...]]

@@ -2,8 +2,6 @@
 
 from pathlib import Path
 
-__all__ = ["PACKAGE", "PASSES", "ROOT", "SUPPORT", "sources"]
-
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "mpcompile"
 PASSES = ROOT / "passes"

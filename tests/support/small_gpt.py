@@ -3,8 +3,6 @@
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, set_seed
 
-__all__ = ["LENGTH", "WORDS", "gpt", "rows"]
-
 WORDS, LENGTH = 32, 12
 
 

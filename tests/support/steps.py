@@ -20,8 +20,7 @@ LOW = Gradient(torch.bfloat16, (0,))
 
 
 def traced(
-    make: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
-    tensors: Sequence[torch.Tensor],
+    make: Callable[[list[nn.Parameter]], torch.optim.Optimizer], tensors: Sequence[torch.Tensor]
 ) -> fx.GraphModule:
     """The step of an optimizer over these parameters, before any pass."""
     params = [nn.Parameter(t) for t in tensors]

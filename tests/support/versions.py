@@ -3,8 +3,6 @@
 import pytest
 import torch
 
-__all__ = ["before", "not_on", "since"]
-
 
 def before(version: str) -> bool:
     """Whether this torch is older than a release."""

@@ -65,8 +65,7 @@ def _install(given: dict[str, Any]) -> None:
             tree = faults.planted(ast.parse(text), faults.Fault(**fault))
         else:
             tree = faults.watched(
-                ast.parse(text),
-                {n: faults.Fault(**f) for n, f in mine.items() if "old" not in f},
+                ast.parse(text), {n: faults.Fault(**f) for n, f in mine.items() if "old" not in f}
             )
         return compile(tree, self.path, "exec")
 
