@@ -14,6 +14,8 @@ from mpcompile import cli
 from mpcompile.cli.common import show_tables
 from mpcompile.diagnosis.report import Report
 
+__all__ = ["nets"]
+
 Captured = pytest.CaptureFixture[str]
 HUGE = ["diagnose", "some_nets:huge", "--dtype", "float16"]
 

@@ -15,6 +15,8 @@ from mpcompile.plans.graph_plan import GraphPlan
 from mpcompile.plans.plan import OutsideLine, Plan
 from mpcompile.plans.tensor_cores import TensorCoreOp, TensorCoreReport
 
+__all__ = ["nets"]
+
 Captured = pytest.CaptureFixture[str]
 
 

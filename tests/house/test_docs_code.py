@@ -24,6 +24,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from mpcompile import compiled_plans
 
+__all__ = ["eager"]
+
 DOCS = ROOT / "docs"
 NOT_RUN = re.compile(r"^\*Not run by the tests: [^*]+\*\n\n(```python\n.*?^```$)", re.M | re.S)
 ELSEWHERE = {README, DOCS / "ci.md"}  # below, and in test_docs_ci.py

@@ -10,6 +10,8 @@ from torch import nn
 
 from mpcompile import LossScale, MPOptimizer, mpcompile
 
+__all__ = ["MATRICES", "Net", "check", "inputs", "loss", "trained"]
+
 FP16 = torch.float16
 
 
