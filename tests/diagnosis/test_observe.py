@@ -4,7 +4,6 @@ from math import inf, nan
 
 import pytest
 import torch
-from mpcompile.scaling.skipped_steps import Repairs
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
@@ -12,6 +11,7 @@ from torch.utils import _pytree as pytree
 from mpcompile.diagnosis.sides import Run, Side, Sides, run_low
 from mpcompile.observe.record import EXPONENTS, Numbers, Record, Shares, histogram
 from mpcompile.observe.watch import Watch, gradient_units
+from mpcompile.scaling.skipped_steps import Repairs
 from mpcompile.settings import Settings
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from loops import MOSTLY_O1, O1, O2, PLAIN, WAYS, Way, agree, finite, same, snapshot
+from loops import MOSTLY_O1, O1, O2, PLAIN, WAYS, Way, agree, agreeing, finite, same, snapshot
 from torch import nn
 
 # -- hooks -----------------------------------------------------------------------------------------
@@ -57,29 +57,26 @@ def test_hooks_put_on_the_model_itself_between_steps(way: Way) -> None:
 
 
 @MOSTLY_O1
+@agreeing()
 def test_activations_collected_by_forward_hooks(way: Way) -> None:
     """A penalty on features that hooks caught: gradients enter in the middle of the model."""
+    model = Network()
+    features: dict[str, torch.Tensor] = {}
 
-    def loop(way: Way) -> None:
-        model = Network()
-        features: dict[str, torch.Tensor] = {}
+    def catch(name: str) -> Any:
+        def hook(module: nn.Module, args: Any, out: torch.Tensor) -> None:
+            features[name] = out
 
-        def catch(name: str) -> Any:
-            def hook(module: nn.Module, args: Any, out: torch.Tensor) -> None:
-                features[name] = out
+        return hook
 
-            return hook
-
-        model.first.register_forward_hook(catch("first"))
-        model.second.register_forward_hook(catch("second"))
-        way.model(model)
-        optimizer = way.optimizer(torch.optim.SGD(model.parameters(), lr=0.2))
-        x, y = torch.randn(4, 8, 16), torch.randint(4, (4, 8))
-        for step, update in way.updates(4, model, optimizer, planted=2):
-            loss = F.cross_entropy(model(x[step]), y[step])
-            update(loss + 0.1 * features["first"].square().mean() + features["second"].abs().mean())
-
-    agree(way, loop)
+    model.first.register_forward_hook(catch("first"))
+    model.second.register_forward_hook(catch("second"))
+    way.model(model)
+    optimizer = way.optimizer(torch.optim.SGD(model.parameters(), lr=0.2))
+    x, y = torch.randn(4, 8, 16), torch.randint(4, (4, 8))
+    for step, update in way.updates(4, model, optimizer, planted=2):
+        loss = F.cross_entropy(model(x[step]), y[step])
+        update(loss + 0.1 * features["first"].square().mean() + features["second"].abs().mean())
 
 
 @WAYS
@@ -140,19 +137,16 @@ X, Y = torch.randn(5, 8, 16, generator=DATA), torch.randint(5, (5, 8), generator
 
 
 @WAYS
+@agreeing()
 def test_one_optimizer_for_each_parameter_in_the_backward(way: Way) -> None:
     """As in torch's tutorial: step and free each gradient as soon as it is accumulated."""
-
-    def loop(way: Way) -> None:
-        model = way.model(network())
-        stepping_in_the_backward(way, model, lambda p: torch.optim.SGD([p], lr=0.1))
-        for step, factor in way.steps(4, model, planted=2):
-            loss = F.cross_entropy(model(X[step]), Y[step])
-            (loss * factor).backward()
-            way.log(loss)
-        assert all(p.grad is None for p in model.parameters())
-
-    agree(way, loop)
+    model = way.model(network())
+    stepping_in_the_backward(way, model, lambda p: torch.optim.SGD([p], lr=0.1))
+    for step, factor in way.steps(4, model, planted=2):
+        loss = F.cross_entropy(model(X[step]), Y[step])
+        (loss * factor).backward()
+        way.log(loss)
+    assert all(p.grad is None for p in model.parameters())
 
 
 def test_adam_in_the_backward() -> None:
@@ -217,56 +211,50 @@ class Halves(nn.Module):
 
 @PLAIN
 @pytest.mark.parametrize("how", ["in place", "data", "foreach", "copy_"])
+@agreeing()
 def test_an_update_by_hand(how: str, way: Way) -> None:
     """`with torch.no_grad(): p -= lr * p.grad`, and its relatives."""
-
-    def loop(way: Way) -> None:
-        model = way.model(network())
-        for step, _ in way.steps(4, model):
-            loss = F.cross_entropy(model(X[step]), Y[step])
-            model.zero_grad()
-            loss.backward()
-            if how == "data":
+    model = way.model(network())
+    for step, _ in way.steps(4, model):
+        loss = F.cross_entropy(model(X[step]), Y[step])
+        model.zero_grad()
+        loss.backward()
+        if how == "data":
+            for p in model.parameters():
+                p.data.add_(p.grad, alpha=-0.1)
+        elif how == "foreach":
+            with torch.no_grad():
+                torch._foreach_add_(
+                    list(model.parameters()), [p.grad for p in model.parameters()], alpha=-0.1
+                )
+        else:
+            with torch.no_grad():
                 for p in model.parameters():
-                    p.data.add_(p.grad, alpha=-0.1)
-            elif how == "foreach":
-                with torch.no_grad():
-                    torch._foreach_add_(
-                        list(model.parameters()), [p.grad for p in model.parameters()], alpha=-0.1
-                    )
-            else:
-                with torch.no_grad():
-                    for p in model.parameters():
-                        if how == "in place":
-                            p -= 0.1 * p.grad
-                        else:
-                            p.copy_(p - 0.1 * p.grad)
-            way.log(loss)
-
-    agree(way, loop)
+                    if how == "in place":
+                        p -= 0.1 * p.grad
+                    else:
+                        p.copy_(p - 0.1 * p.grad)
+        way.log(loss)
 
 
 @PLAIN
+@agreeing()
 def test_a_momentum_by_hand_that_looks_before_it_steps(way: Way) -> None:
     """The careful version: a step whose gradients are not finite is left out by the user."""
-
-    def loop(way: Way) -> None:
-        model = way.model(network())
-        momentum = [torch.zeros_like(p) for p in model.parameters()]
-        for step, factor in way.steps(4, model, *momentum, planted=2):
-            model.zero_grad()
-            loss = F.cross_entropy(model(X[step]), Y[step])
-            (loss * factor).backward()
-            way.log(loss)
-            grads = [p.grad for p in model.parameters() if p.grad is not None]
-            if not all(g.isfinite().all() for g in grads) or (way.plain and way.planting):
-                continue
-            with torch.no_grad():
-                for p, m, g in zip(model.parameters(), momentum, grads, strict=True):
-                    m.mul_(0.9).add_(g)
-                    p.sub_(m, alpha=0.1)
-
-    agree(way, loop)
+    model = way.model(network())
+    momentum = [torch.zeros_like(p) for p in model.parameters()]
+    for step, factor in way.steps(4, model, *momentum, planted=2):
+        model.zero_grad()
+        loss = F.cross_entropy(model(X[step]), Y[step])
+        (loss * factor).backward()
+        way.log(loss)
+        grads = [p.grad for p in model.parameters() if p.grad is not None]
+        if not all(g.isfinite().all() for g in grads) or (way.plain and way.planting):
+            continue
+        with torch.no_grad():
+            for p, m, g in zip(model.parameters(), momentum, grads, strict=True):
+                m.mul_(0.9).add_(g)
+                p.sub_(m, alpha=0.1)
 
 
 def by_autograd_grad(way: Way) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from loops import O1, O2, WAYS, Way, agree, same, snapshot
+from loops import O1, O2, WAYS, Way, agree, agreeing, same, snapshot
 from torch import nn
 from torch.nn.utils import parametrizations
 
@@ -41,18 +41,15 @@ def test_a_perceptual_loss_behind_a_plain_generator(level: str, planted: int | N
 
 
 @WAYS
+@agreeing()
 def test_a_compiled_body_before_a_plain_head(way: Way) -> None:
     """The overflow arises in the loss; the head's own gradients are finite in FP32."""
-
-    def loop(way: Way) -> None:
-        body = way.model(nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 32)))
-        head = way.follow(nn.Linear(32, 4))
-        optimizer = way.optimizer(torch.optim.SGD([*body.parameters(), *head.parameters()], lr=0.2))
-        x, y = torch.randn(4, 8, 16), torch.randint(4, (4, 8))
-        for step, update in way.updates(4, body, head, optimizer, planted=2):
-            update(F.cross_entropy(head(body(x[step])), y[step]))
-
-    agree(way, loop)
+    body = way.model(nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 32)))
+    head = way.follow(nn.Linear(32, 4))
+    optimizer = way.optimizer(torch.optim.SGD([*body.parameters(), *head.parameters()], lr=0.2))
+    x, y = torch.randn(4, 8, 16), torch.randint(4, (4, 8))
+    for step, update in way.updates(4, body, head, optimizer, planted=2):
+        update(F.cross_entropy(head(body(x[step])), y[step]))
 
 
 class Tower(nn.Module):
@@ -93,27 +90,24 @@ def test_two_o2_models_share_a_trunk_under_two_scales() -> None:
 
 @WAYS
 @pytest.mark.parametrize("compiled", [False, True], ids=["plain", "compiled"])
+@agreeing(tolerance=0.05, bf16=0.3)
 def test_a_student_learns_from_a_teacher(compiled: bool, way: Way) -> None:
     """The teacher runs in eval mode and without gradients, and follows by an average (BYOL)."""
-
-    def loop(way: Way) -> None:
-        student = nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 4))
-        teacher = copy.deepcopy(student).eval().requires_grad_(False)
-        student = way.model(student)
-        teacher = way.model(teacher) if compiled else way.follow(teacher)
-        optimizer = way.optimizer(torch.optim.SGD(student.parameters(), lr=0.2))
-        x, y = torch.randn(4, 16, 16), torch.randint(4, (4, 16))
-        for step, update in way.updates(4, student, teacher, optimizer, planted=None):
-            with torch.no_grad():
-                target = (teacher(x[step]) / 2).softmax(-1)
-            logits = student(x[step])
-            loss = F.kl_div((logits / 2).log_softmax(-1), target, reduction="batchmean")
-            update(loss + F.cross_entropy(logits, y[step]))
-            with torch.no_grad():
-                for old, new in zip(teacher.parameters(), student.parameters(), strict=True):
-                    old.mul_(0.5).add_(new, alpha=0.5)
-
-    agree(way, loop, tolerance=0.05 if way.dtype is torch.float16 else 0.3)
+    student = nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 4))
+    teacher = copy.deepcopy(student).eval().requires_grad_(False)
+    student = way.model(student)
+    teacher = way.model(teacher) if compiled else way.follow(teacher)
+    optimizer = way.optimizer(torch.optim.SGD(student.parameters(), lr=0.2))
+    x, y = torch.randn(4, 16, 16), torch.randint(4, (4, 16))
+    for step, update in way.updates(4, student, teacher, optimizer, planted=None):
+        with torch.no_grad():
+            target = (teacher(x[step]) / 2).softmax(-1)
+        logits = student(x[step])
+        loss = F.kl_div((logits / 2).log_softmax(-1), target, reduction="batchmean")
+        update(loss + F.cross_entropy(logits, y[step]))
+        with torch.no_grad():
+            for old, new in zip(teacher.parameters(), student.parameters(), strict=True):
+                old.mul_(0.5).add_(new, alpha=0.5)
 
 
 # -- GANs ------------------------------------------------------------------------------------------
@@ -141,66 +135,61 @@ def discriminator(norm: Callable[..., Any]) -> nn.Module:
 @WAYS
 @pytest.mark.parametrize("norm", [old_spectral_norm, parametrizations.spectral_norm],
                          ids=["hook", "parametrization"])  # fmt: skip
+@agreeing()
 def test_dcgan_with_spectral_norm(norm: Callable[..., Any], way: Way) -> None:
-    def loop(way: Way) -> None:
-        netG, netD = way.model(generator()), way.model(discriminator(norm))
-        optG = way.optimizer(torch.optim.SGD(netG.parameters(), lr=0.05, momentum=0.5), hit=False)
-        optD = way.optimizer(torch.optim.SGD(netD.parameters(), lr=0.05, momentum=0.5))
-        criterion = nn.BCEWithLogitsLoss()
-        batches = torch.rand(4, 8, 3, 8, 8)
-        for step, factor in way.steps(4, netD, optD, planted=2):
-            real = batches[step]
-            ones, zeros = torch.ones(8), torch.zeros(8)
-            netD.zero_grad()
-            errD_real = criterion(netD(real), ones) * factor
-            errD_real.backward()
-            fake = netG(torch.randn(8, 8, 1, 1))
-            errD_fake = criterion(netD(fake.detach()), zeros)
-            errD_fake.backward()
-            optD.step()
-            netG.zero_grad()
-            errG = criterion(netD(fake), ones)
-            errG.backward()
-            optG.step()
-            way.log(errD_real + errD_fake)
-            way.log(errG)
-
-    agree(way, loop)
+    netG, netD = way.model(generator()), way.model(discriminator(norm))
+    optG = way.optimizer(torch.optim.SGD(netG.parameters(), lr=0.05, momentum=0.5), hit=False)
+    optD = way.optimizer(torch.optim.SGD(netD.parameters(), lr=0.05, momentum=0.5))
+    criterion = nn.BCEWithLogitsLoss()
+    batches = torch.rand(4, 8, 3, 8, 8)
+    for step, factor in way.steps(4, netD, optD, planted=2):
+        real = batches[step]
+        ones, zeros = torch.ones(8), torch.zeros(8)
+        netD.zero_grad()
+        errD_real = criterion(netD(real), ones) * factor
+        errD_real.backward()
+        fake = netG(torch.randn(8, 8, 1, 1))
+        errD_fake = criterion(netD(fake.detach()), zeros)
+        errD_fake.backward()
+        optD.step()
+        netG.zero_grad()
+        errG = criterion(netD(fake), ones)
+        errG.backward()
+        optG.step()
+        way.log(errD_real + errD_fake)
+        way.log(errG)
 
 
 @pytest.mark.slow("a loop in each way of training, against FP64")
 @WAYS
+@agreeing(tolerance=0.1)
 def test_wgan_with_weight_clipping(way: Way) -> None:
     """Clamping `p.data` bumps no version counter, and each forward must see it."""
-
-    def loop(way: Way) -> None:
-        netG = way.model(nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 16)))
-        netD = way.model(nn.Sequential(nn.Linear(16, 32), nn.LeakyReLU(0.2), nn.Linear(32, 1)))
-        optG = way.optimizer(torch.optim.RMSprop(netG.parameters(), lr=1e-2, eps=1e-3), hit=False)
-        optD = way.optimizer(torch.optim.RMSprop(netD.parameters(), lr=1e-2, eps=1e-3))
-        data = torch.randn(4, 2, 16, 16) + 1
-        for p in netD.parameters():
-            p.data.clamp_(-0.05, 0.05)
-        for step, factor in way.steps(4, netD, optD, planted=2):
-            for i in range(2):
-                optD.zero_grad()
-                fake = netG(torch.randn(16, 8)).detach()
-                lossD = (netD(fake).mean() - netD(data[step, i]).mean()) * factor
-                lossD.backward()
-                optD.step()
-                for p in netD.parameters():
-                    p.data.clamp_(-0.05, 0.05)
-            optG.zero_grad()
-            lossG = -netD(netG(torch.randn(16, 8))).mean()
-            lossG.backward()
-            optG.step()
-            way.log(lossD)
-            way.log(lossG)
-        # As stated: some weights are at the bound, and the clamp is what put them there.
-        largest = max(float(p.detach().abs().max()) for p in netD.parameters())
-        assert largest == torch.tensor(0.05).item()
-
-    agree(way, loop, tolerance=0.1)
+    netG = way.model(nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 16)))
+    netD = way.model(nn.Sequential(nn.Linear(16, 32), nn.LeakyReLU(0.2), nn.Linear(32, 1)))
+    optG = way.optimizer(torch.optim.RMSprop(netG.parameters(), lr=1e-2, eps=1e-3), hit=False)
+    optD = way.optimizer(torch.optim.RMSprop(netD.parameters(), lr=1e-2, eps=1e-3))
+    data = torch.randn(4, 2, 16, 16) + 1
+    for p in netD.parameters():
+        p.data.clamp_(-0.05, 0.05)
+    for step, factor in way.steps(4, netD, optD, planted=2):
+        for i in range(2):
+            optD.zero_grad()
+            fake = netG(torch.randn(16, 8)).detach()
+            lossD = (netD(fake).mean() - netD(data[step, i]).mean()) * factor
+            lossD.backward()
+            optD.step()
+            for p in netD.parameters():
+                p.data.clamp_(-0.05, 0.05)
+        optG.zero_grad()
+        lossG = -netD(netG(torch.randn(16, 8))).mean()
+        lossG.backward()
+        optG.step()
+        way.log(lossD)
+        way.log(lossG)
+    # As stated: some weights are at the bound, and the clamp is what put them there.
+    largest = max(float(p.detach().abs().max()) for p in netD.parameters())
+    assert largest == torch.tensor(0.05).item()
 
 
 def test_an_overflow_of_the_generator_alone_costs_its_critic_nothing() -> None:

@@ -54,14 +54,11 @@ linear_loss: f32[] = fused(linear_rows, weight, None, flatten_1, None, 1, -100, 
 return linear_loss
 """,
     )
-    assert_expected_inline(
-        stage.marks,
-        """\
+    stage.expect_marks("""\
 flatten_1: KEEP [captured]
 linear_rows: LOW [rewrite]
 linear_loss: LOW [rewrite]
-""",
-    )
+""")
 
 
 def test_what_place_casts_makes_of_it() -> None:
@@ -111,48 +108,73 @@ def test_two_losses_of_one_weight() -> None:
 # -- left alone ------------------------------------------------------------------------------------
 
 
-def test_logits_that_are_returned_too() -> None:
-    def program(x: Tensor, weight: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+def loss_of(logits: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), target.flatten())
+
+
+def returned_too(x: Tensor, weight: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    logits = F.linear(x, weight)
+    return loss_of(logits, target), logits
+
+
+def read_elsewhere(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+    logits = F.linear(x, weight)
+    return loss_of(logits, target) + logits.sum()
+
+
+def moved(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+    logits = F.linear(x, weight).view(2, 7, 3).reshape(6, 7)
+    return F.cross_entropy(logits, target.flatten())
+
+
+def written(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+    weight = weight.clone()
+    logits = F.linear(x, weight)
+    with torch.no_grad():
+        weight.detach().copy_(torch.zeros(7, 4))
+    return loss_of(logits, target)
+
+
+def in_two_grad_modes(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+    with torch.no_grad():
         logits = F.linear(x, weight)
-        return F.cross_entropy(logits.flatten(0, 1), target.flatten()), logits
-
-    assert reason(program, *head_inputs()) == "the logits are a result, too"
+    return loss_of(logits, target)
 
 
-def test_logits_that_something_else_reads() -> None:
-    def program(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-        logits = F.linear(x, weight)
-        return F.cross_entropy(logits.flatten(0, 1), target.flatten()) + logits.sum()
-
-    assert reason(program, *head_inputs()) == "something else reads linear"
+def without_autocast(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+    with torch.autocast("cpu", enabled=False):
+        return head(x, weight, target)
 
 
-def test_classes_in_the_middle() -> None:
-    def program(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-        return F.cross_entropy(F.linear(x, weight).transpose(1, 2), target)
-
-    assert reason(program, *head_inputs()) == "its logits are not rows of classes, (N, V)"
-
-
-def test_views_that_move_the_classes() -> None:
-    def program(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-        logits = F.linear(x, weight).view(2, 7, 3).reshape(6, 7)
-        return F.cross_entropy(logits, target.flatten())
-
-    assert reason(program, *head_inputs()).endswith("moves the classes")
-
-
-def test_something_between() -> None:
-    def program(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-        return F.cross_entropy(F.linear(x, weight).tanh().flatten(0, 1), target.flatten())
-
-    assert reason(program, *head_inputs()) == "its logits come from tanh"
+LEFT: dict[str, tuple[Callable[..., Any], str]] = {
+    "logits that are returned too": (returned_too, "the logits are a result, too"),
+    "logits that something else reads": (read_elsewhere, "something else reads linear"),
+    "classes in the middle": (
+        lambda x, w, t: F.cross_entropy(F.linear(x, w).transpose(1, 2), t),
+        "its logits are not rows of classes, (N, V)",
+    ),
+    "something between": (
+        lambda x, w, t: loss_of(F.linear(x, w).tanh(), t), "its logits come from tanh"
+    ),
+    "a weight that is written": (written, "clone is written in place"),
+    "grad modes": (in_two_grad_modes, "the grad mode changes between them"),
+    "a checkpoint around the linear": (
+        lambda x, w, t: loss_of(checkpoint(F.linear, x, w, use_reentrant=False), t),
+        "an activation checkpoint ends between them",
+    ),
+    "without autocast": (without_autocast, "linear is KEEP, autocast is disabled here"),
+}  # fmt: skip
 
 
-def test_probabilities_for_targets() -> None:
-    def program(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-        return F.cross_entropy(F.linear(x, weight), target)
+@pytest.mark.parametrize("case", LEFT)
+def test_what_is_left(case: str) -> None:
+    program, expected = LEFT[case]
+    assert reason(program, *head_inputs()) == expected
 
+
+def test_views_that_move_the_classes_and_probabilities_for_targets() -> None:
+    assert reason(moved, *head_inputs()).endswith("moves the classes")
+    program = lambda x, w, t: F.cross_entropy(F.linear(x, w), t)  # noqa: E731
     why = reason(program, leaf(5, 4), leaf(7, 4), torch.rand(5, 7).softmax(-1))
     assert why == "its targets are not int64 indices of classes"
 
@@ -168,42 +190,6 @@ def test_probabilities_for_targets() -> None:
 )
 def test_the_users_word(policy: Policy, expected: str) -> None:
     assert reason(head, *head_inputs(), policy=policy).startswith(expected)
-
-
-def test_a_weight_that_is_written() -> None:
-    def program(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-        weight = weight.clone()
-        logits = F.linear(x, weight)
-        with torch.no_grad():
-            weight.detach().copy_(torch.zeros(7, 4))
-        return F.cross_entropy(logits.flatten(0, 1), target.flatten())
-
-    assert reason(program, *head_inputs()) == "clone is written in place"
-
-
-def test_grad_modes() -> None:
-    def program(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-        with torch.no_grad():
-            logits = F.linear(x, weight)
-        return F.cross_entropy(logits.flatten(0, 1), target.flatten())
-
-    assert reason(program, *head_inputs()) == "the grad mode changes between them"
-
-
-def test_a_checkpoint_around_the_linear() -> None:
-    def program(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-        logits = checkpoint(F.linear, x, weight, use_reentrant=False)
-        return F.cross_entropy(logits.flatten(0, 1), target.flatten())
-
-    assert reason(program, *head_inputs()) == "an activation checkpoint ends between them"
-
-
-def test_without_autocast() -> None:
-    def program(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
-        with torch.autocast("cpu", enabled=False):
-            return head(x, weight, target)
-
-    assert reason(program, *head_inputs()) == "linear is KEEP, autocast is disabled here"
 
 
 # -- end to end ------------------------------------------------------------------------------------

@@ -6,7 +6,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from compare import leaf
-from expecttest import assert_expected_inline
 from graphs import Stage
 from torch import nn
 
@@ -25,9 +24,7 @@ def test_the_table() -> None:
     stage = Stage(classify, program, leaf(8, 16), leaf(16, 16))
     assert not stage.run()  # it only decides
     stage.run_twice()
-    assert_expected_inline(
-        stage.marks,
-        """\
+    stage.expect_marks("""\
 linear: LOW [table]
 gelu: FOLLOW [table]
 softmax: FULL [table]
@@ -36,8 +33,7 @@ t: FOLLOW [table]
 t_1: FOLLOW [table]
 special_bessel_j0: KEEP [table]
 add: FOLLOW [table]
-""",
-    )
+""")
     assert stage.mark("gelu").reason == "activation that grows no faster than its input"
 
 
@@ -59,14 +55,11 @@ def test_policy_beats_the_table_node_before_module_before_operator() -> None:
     )
     stage = Stage(classify, Net(), leaf(2, 4), policy=policy)
     stage.run()
-    assert_expected_inline(
-        stage.marks,
-        """\
+    stage.expect_marks("""\
 linear: LOW [policy]
 linear_1: FULL [policy]
 softmax: LOW [policy]
-""",
-    )
+""")
     assert stage.mark("linear").reason == "policy: module '^a$'"
 
 

@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from compare import leaf
-from expecttest import assert_expected_inline
 from graphs import Stage
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -43,9 +42,7 @@ def test_down_after_up_is_the_value_itself() -> None:
     down = cast(stage, cast(stage, low, torch.float32), torch.float16)
     stage.node("relu").replace_input_with(low, down)
     stage.run_twice()
-    assert_expected_inline(
-        stage.text,
-        """\
+    stage.expect_text("""\
 x: f32[3, 4] = input
 w: f32[4, 4] = input
 w_f16: f16[4, 4] = to(w, f16)
@@ -55,8 +52,7 @@ relu: f16[3, 4] = relu(linear)
 linear_1: f16[3, 4] = linear(relu, w_f16)
 linear_1_f32: f32[3, 4] = to(linear_1, f32)
 return linear_1_f32
-""",
-    )
+""")
 
 
 def test_up_after_down_is_a_rounding_and_stays() -> None:
@@ -93,17 +89,14 @@ def test_casts_that_nobody_reads_go_and_the_users_own_stay() -> None:
     stage = Stage(clean, program, x)
     cast(stage, cast(stage, stage.node("x"), torch.float16), torch.float32)
     assert stage.run()
-    assert_expected_inline(
-        stage.text,
-        """\
+    stage.expect_text("""\
 x_size_0: SymInt = input
 x: f32[s0] = input
 to: f16[s0] = to(x, f16)
 to_1: f32[s0] = to(to, f32)
 add: f32[s0] = add(to_1, 1)
 return add
-""",
-    )
+""")
     stage.run_twice()
 
 
@@ -118,17 +111,14 @@ def test_applies_to_every_spelling() -> None:
 
     stage = Stage(drop_noop_casts, program, leaf(5, 3), dynamic=True)
     stage.run_twice()
-    assert_expected_inline(
-        stage.text,
-        """\
+    stage.expect_text("""\
 q_size_0: SymInt = input
 q_size_1: SymInt = input
 q: f32[s0, s1] = input
 softmax: f32[s0, s1] = softmax(q, -1)
 mul: f32[s0, s1] = mul(softmax, softmax)
 return mul
-""",
-    )
+""")
 
 
 def test_leaves_what_does_something() -> None:

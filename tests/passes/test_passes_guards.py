@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from compare import LEVELS, check, fallback_reason, leaf
-from expecttest import assert_expected_inline
 from graphs import Stage
 from torch import Tensor, nn
 
@@ -34,28 +33,22 @@ def parts(x: Tensor, w: Tensor) -> Any:
 def test_applies() -> None:
     stage = Stage(guard_aliases, whole_and_view, leaf(8, 16), leaf(16, 16))
     stage.run_twice()
-    assert_expected_inline(
-        stage.marks,
-        """\
+    stage.expect_marks("""\
 linear: LOW [table]
 view: FULL [alias]
-""",
-    )
+""")
 
 
 def test_up_to_what_makes_the_memory() -> None:
     stage = Stage(guard_aliases, parts, leaf(8, 16), leaf(16, 16))
     stage.run_twice()
-    assert_expected_inline(
-        stage.marks,
-        """\
+    stage.expect_marks("""\
 linear: LOW [table]
 transpose: FULL [alias]
 chunk: FULL [alias]
 getitem: FULL [alias]
 getitem_1: FULL [alias]
-""",
-    )
+""")
 
 
 def test_one_result_alone() -> None:
@@ -77,16 +70,13 @@ def test_a_view_that_is_tracked_though_made_under_no_grad() -> None:
 
     stage = Stage(guard_aliases, program, leaf(8, 16), leaf(16, 16))
     stage.run_twice()
-    assert_expected_inline(
-        stage.marks,
-        """\
+    stage.expect_marks("""\
 linear: LOW [table]
 _set_grad_enabled: KEEP [captured]
 view: FULL [alias]
 relu: FOLLOW [table]
 _set_grad_enabled_1: KEEP [captured]
-""",
-    )
+""")
 
 
 def test_the_users_word_is_not_overruled() -> None:

@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from compare import LEVELS, check, leaf
-from expecttest import assert_expected_inline
 from graphs import Stage
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -36,9 +35,7 @@ def qkv() -> tuple[Tensor, ...]:
 def test_applies() -> None:
     stage = Stage(narrow_softmax, attention, *qkv(), level="O2")
     stage.run_twice()
-    assert_expected_inline(
-        stage.text,
-        """\
+    stage.expect_text("""\
 k: f32[2, 9, 8] = input
 q: f32[2, 9, 8] = input
 v: f32[2, 9, 8] = input
@@ -52,8 +49,7 @@ softmax_low: f16[2, 9, 9] = mpcompile::softmax_low(matmul_f32, -1, f16, False)
 matmul_1: f16[2, 9, 8] = matmul(softmax_low, v_f16)
 matmul_1_f32: f32[2, 9, 8] = to(matmul_1, f32)
 return matmul_1_f32
-""",
-    )
+""")
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from compare import SETTINGS, check, leaf
 from exact import CORES, assert_exact
-from expecttest import assert_expected_inline
 from graphs import Stage
 from padded_graphs import PAD, SLICE, Chain, alignments, nodes, ours, pads_of_weights, placed
 from torch import Tensor, fx, nn
@@ -132,9 +131,7 @@ def test_symbolic_sizes() -> None:
     torch._dynamo.mark_dynamic(x, 0)
     stage = Stage(place_pads, program, x, leaf(24, 16), pad="always", cores=CORES)
     stage.run_twice()
-    assert_expected_inline(
-        stage.text,
-        """\
+    stage.expect_text("""\
 x_size_0: SymInt = input
 x: f32[s0, 16] = input
 w: f32[24, 16] = input
@@ -154,8 +151,7 @@ matmul_cut_1: f16[s0, s0] = slice(matmul_cut, 1, 0, x_size_0)
 matmul_f32: f32[s0, s0] = to(matmul_cut_1, f32)
 softmax: f32[s0, s0] = softmax(matmul_f32, -1)
 return softmax
-""",
-    )
+""")
 
 
 def test_idempotent() -> None:

@@ -35,9 +35,7 @@ class Block(nn.Module):
 def test_the_residual_stream_is_added_in_fp32(level: str) -> None:
     stage = Stage(plan, Block(), leaf(2, 3, 8), level=level)
     stage.run_twice()
-    assert_expected_inline(
-        stage.marks,
-        """\
+    stage.expect_marks("""\
 layer_norm: FULL [table]
 linear: LOW [table]
 gelu: LOW [plan]
@@ -46,8 +44,7 @@ linear_1: LOW [table]
 view_1: LOW [plan]
 add: FULL [plan]
 mean: FULL [table]
-""",
-    )
+""")
     if level == "O1":
         assert stage.mark("add").reason.endswith("the widest operand wins: x is FP32")
 
@@ -58,21 +55,9 @@ def test_o3_everything_low() -> None:
     assert ": FULL" not in stage.marks
 
 
-def into_a_reduction(x: torch.Tensor, w: torch.Tensor) -> Any:
-    return F.gelu(F.linear(x, w)).sum(-1)
-
-
-def into_a_product(x: torch.Tensor, w: torch.Tensor) -> Any:
-    return F.linear(F.gelu(F.linear(x, w)), w)
-
-
 def into_both(x: torch.Tensor, w: torch.Tensor) -> Any:
     h = F.gelu(F.linear(x, w))
     return F.linear(h, w), h.sum(-1)
-
-
-def view_of_an_input(x: torch.Tensor, w: torch.Tensor) -> Any:
-    return F.linear(x.t().contiguous().t(), w)
 
 
 def view_with_a_wide_reader(x: torch.Tensor, w: torch.Tensor) -> Any:
@@ -80,29 +65,31 @@ def view_with_a_wide_reader(x: torch.Tensor, w: torch.Tensor) -> Any:
     return F.linear(t, w), t.sum()
 
 
-def scaled_by_a_number(x: torch.Tensor, w: torch.Tensor) -> Any:
-    return F.linear(F.linear(x, w) * w[0, 0], w)
-
-
 def split(x: torch.Tensor, w: torch.Tensor) -> Any:
     a, b = F.linear(x, w).chunk(2, -1)
     return a @ b.t()
 
 
-def joined_with_fp32(x: torch.Tensor, w: torch.Tensor) -> Any:
-    return F.linear(torch.cat([F.linear(x, w), x]), w)
-
-
-CASES = {
-    "an activation before a sum: FP32 is free there": (into_a_reduction, "gelu", "FULL", "FULL"),
-    "an activation between products": (into_a_product, "gelu", "LOW", "LOW"),
+CASES: dict[str, tuple[Any, str, str, str]] = {
+    "an activation before a sum: FP32 is free there": (
+        lambda x, w: F.gelu(F.linear(x, w)).sum(-1), "gelu", "FULL", "FULL"
+    ),
+    "an activation between products": (
+        lambda x, w: F.linear(F.gelu(F.linear(x, w)), w), "gelu", "LOW", "LOW"
+    ),
     "an activation with readers of both kinds": (into_both, "gelu", "LOW", "LOW"),
-    "a view that only products read": (view_of_an_input, "t", "LOW", "LOW"),
+    "a view that only products read": (
+        lambda x, w: F.linear(x.t().contiguous().t(), w), "t", "LOW", "LOW"
+    ),
     "a view that a sum reads too": (view_with_a_wide_reader, "t", "FULL", "FULL"),
-    "a product with an FP32 number": (scaled_by_a_number, "mul", "LOW", "LOW"),
+    "a product with an FP32 number": (
+        lambda x, w: F.linear(F.linear(x, w) * w[0, 0], w), "mul", "LOW", "LOW"
+    ),
     "parts of a low result": (split, "getitem", "LOW", "LOW"),
-    "joined with an FP32 tensor": (joined_with_fp32, "cat", "FULL", "LOW"),
-}
+    "joined with an FP32 tensor": (
+        lambda x, w: F.linear(torch.cat([F.linear(x, w), x]), w), "cat", "FULL", "LOW"
+    ),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -149,9 +136,7 @@ def test_what_o2_stores_low_is_cast_down_once_and_up_for_each_reader() -> None:
     inputs = leaf(10, 8), torch.zeros(4, dtype=torch.int64), leaf(8, 8)
     stage = Stage(place_casts, program, *inputs, level="O2")
     stage.run_twice()
-    assert_expected_inline(
-        stage.text,
-        """\
+    stage.expect_text("""\
 idx: i64[4] = input
 table: f32[10, 8] = input
 w: f32[8, 8] = input
@@ -174,8 +159,7 @@ layer_norm_1_f16: f16[4, 8] = to(layer_norm_1, f16)
 linear_2: f16[4, 8] = linear(layer_norm_1_f16, w_f16)
 linear_2_f32: f32[4, 8] = to(linear_2, f32)
 return linear_2_f32
-""",
-    )
+""")
 
 
 # -- blocks of real models -------------------------------------------------------------------------
