@@ -20,15 +20,10 @@ from benchmarks.zoo.making import Entry
 from mpcompile import MPOptimizer, compiled_plans, mpcompile
 
 
-class Attention(nn.Module):
+def attention() -> nn.Module:
     """nn.MultiheadAttention, which returns its averaged weights too."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention = nn.MultiheadAttention(16, 2, batch_first=True)
-
-    def forward(self, x: torch.Tensor) -> Any:
-        return self.attention(x, x, x)
+    layer = nn.MultiheadAttention(16, 2, batch_first=True)
+    return module_of(lambda m, x: m.attention(x, x, x), attention=layer)
 
 
 class Cells(nn.Module):
@@ -120,7 +115,7 @@ def encoder() -> nn.Module:
 
 
 MODELS = {
-    "attention": Attention,
+    "attention": attention,
     "encoder": encoder,
     "cells": Cells,
     "experts": Experts,

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from compare import LEVELS, check, leaf
+from module_of import module_of
 from torch import nn
 
 from mpcompile import loss_scale_of, mpcompile
@@ -25,66 +26,57 @@ def mask_with_a_full_row() -> torch.Tensor:
     return mask
 
 
-def masked_fill_with_the_minimum(
-    q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor
-) -> torch.Tensor:
-    scores = q @ k.transpose(-1, -2)
-    scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
-    return scores.softmax(-1) @ k
+def scores(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    return q @ k.transpose(-1, -2)
 
 
-def masked_fill_in_place(q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    scores = q @ k.transpose(-1, -2)
-    scores.masked_fill_(~mask, -1e9)
-    return scores.softmax(-1) @ k
+def lowest(x: torch.Tensor) -> float:
+    return torch.finfo(x.dtype).min
 
 
 def added_mask(q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """As Hugging Face's models write it: a float mask, cast to the scores' dtype."""
-    scores = q @ k.transpose(-1, -2) / 4
-    bias = (1.0 - mask.to(scores.dtype)) * torch.finfo(scores.dtype).min
-    weights = F.softmax(scores + bias, dim=-1, dtype=torch.float32).to(q.dtype)
+    given = scores(q, k) / 4
+    bias = (1.0 - mask.to(given.dtype)) * lowest(given)
+    weights = F.softmax(given + bias, dim=-1, dtype=torch.float32).to(q.dtype)
     return F.dropout(weights, 0.0) @ k
 
 
-def where_mask(q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    scores = q @ k.transpose(-1, -2)
-    smallest = torch.tensor(-1e30)
-    return torch.where(mask, scores, smallest).softmax(-1) @ k
-
-
-def baddbmm_mask(q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    bias = torch.where(mask, 0.0, torch.finfo(q.dtype).min).expand(2, 8, 8)
-    return torch.baddbmm(bias, q, k.transpose(-1, -2), alpha=0.25).softmax(-1) @ k
-
-
-def sdpa_float_mask(q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    bias = torch.where(mask, 0.0, torch.finfo(q.dtype).min)
-    return F.scaled_dot_product_attention(q, k, k, attn_mask=bias)
-
-
-def sdpa_minus_billion(q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    bias = torch.zeros_like(mask, dtype=q.dtype).masked_fill(~mask, -1e9)
-    return F.scaled_dot_product_attention(q, k, k, attn_mask=bias)
-
-
-def sdpa_bool_mask(q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    return F.scaled_dot_product_attention(q, k, k, attn_mask=mask)
-
-
-MASKS = [
-    masked_fill_with_the_minimum, masked_fill_in_place, added_mask, where_mask, baddbmm_mask,
-    sdpa_float_mask, sdpa_minus_billion, sdpa_bool_mask,
-]  # fmt: skip
+attend = F.scaled_dot_product_attention
+MASKS: dict[str, Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "masked_fill_with_the_minimum": lambda q, k, mask: (
+        (s := scores(q, k)).masked_fill(~mask, lowest(s)).softmax(-1) @ k
+    ),
+    "masked_fill_in_place": lambda q, k, mask: (
+        scores(q, k).masked_fill_(~mask, -1e9).softmax(-1) @ k
+    ),
+    "added_mask": added_mask,
+    "where_mask": lambda q, k, mask: (
+        torch.where(mask, scores(q, k), torch.tensor(-1e30)).softmax(-1) @ k
+    ),
+    "baddbmm_mask": lambda q, k, mask: (
+        torch.baddbmm(
+            torch.where(mask, 0.0, lowest(q)).expand(2, 8, 8), q, k.transpose(-1, -2), alpha=0.25
+        ).softmax(-1)
+        @ k
+    ),
+    "sdpa_float_mask": lambda q, k, mask: attend(
+        q, k, k, attn_mask=torch.where(mask, 0.0, lowest(q))
+    ),
+    "sdpa_minus_billion": lambda q, k, mask: attend(
+        q, k, k, attn_mask=torch.zeros_like(mask, dtype=q.dtype).masked_fill(~mask, -1e9)
+    ),
+    "sdpa_bool_mask": lambda q, k, mask: attend(q, k, k, attn_mask=mask),
+}
 
 
 @LEVELS
-@pytest.mark.parametrize("program", MASKS)
-def test_masks(program: Any, level: str) -> None:
+@pytest.mark.parametrize("case", MASKS)
+def test_masks(case: str, level: str) -> None:
     """The row masked as a whole is finite, as in FP32; what it holds means nothing to anybody."""
 
     def rows(q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor) -> Any:
-        out = program(q, k, mask)
+        out = MASKS[case](q, k, mask)
         return out.masked_fill(~mask.any(-1, keepdim=True), 0.0), out.isfinite().all()
 
     check(rows, leaf(2, 8, 16), leaf(2, 8, 16), mask_with_a_full_row(), level=level)
@@ -305,16 +297,11 @@ STEEP: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
 @pytest.mark.parametrize("named", STEEP)
 def test_before_other_steep_operators(named: str, dtype: torch.dtype, level: str) -> None:
-    class Steep(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a = nn.Linear(16, 16)
-
-        def forward(self, x: torch.Tensor) -> Any:
-            return STEEP[named]((6 * self.a(x)).sigmoid()).mean()
+    def forward(m: Any, x: torch.Tensor) -> Any:
+        return STEEP[named]((6 * m.a(x)).sigmoid()).mean()
 
     torch.manual_seed(0)
-    net, x = Steep(), torch.randn(32, 16)
+    net, x = module_of(forward, a=nn.Linear(16, 16)), torch.randn(32, 16)
     exact = copy.deepcopy(net).double()
     exact(x.double()).backward()
     mpcompile(net, dtype=dtype, level=level, emit="aot_eager")(x).backward()

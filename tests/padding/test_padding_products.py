@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from exact import assert_exact
 from hypothesis import assume
 from hypothesis import strategies as st
+from module_of import module_of
 from padding_checks import FEW, SIZES, all_aligned, drawn
 from torch import Tensor, nn
 
@@ -167,15 +168,8 @@ def test_linear_pointwise_linear(
     with torch.no_grad():
         up.bias.abs_().add_(3)  # inside the domain of a logarithm
 
-    class Chain(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.up, self.down = up, down
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.down(activation(self.up(x)))
-
-    all_aligned(Chain(), 0.1 * torch.randn(b, 8, i), level=level)
+    chain = module_of(lambda m, x: m.down(activation(m.up(x))), up=up, down=down)
+    all_aligned(chain, 0.1 * torch.randn(b, 8, i), level=level)
 
 
 @drawn(2, channels=FEW, hidden=FEW, out=FEW, last=st.booleans())
@@ -232,17 +226,13 @@ def test_a_tied_embedding_and_head(level: str) -> None:
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_residual_adds_of_equally_padded_values(level: str) -> None:
-    class Residual(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embed, self.a, self.b = nn.Linear(9, 33), nn.Linear(33, 33), nn.Linear(33, 5)
+    def forward(m: Any, x: Tensor) -> Tensor:
+        x = m.embed(x)
+        x = x + F.relu(m.a(x))
+        return m.b(x)
 
-        def forward(self, x: Tensor) -> Tensor:
-            x = self.embed(x)
-            x = x + F.relu(self.a(x))
-            return self.b(x)
-
-    all_aligned(Residual(), torch.randn(8, 9), level=level)
+    layers = {"embed": nn.Linear(9, 33), "a": nn.Linear(33, 33), "b": nn.Linear(33, 5)}
+    all_aligned(module_of(forward, **layers), torch.randn(8, 9), level=level)
 
 
 def test_every_output_along_a_padded_chain_has_its_own_size() -> None:

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from compare import leaf
 from graphs import Stage
+from module_of import module_of
 from torch import nn
 
 from mpcompile.passes.graph.classify import classify
@@ -37,15 +38,6 @@ add: FOLLOW [table]
     assert stage.mark("gelu").reason == "activation that grows no faster than its input"
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.b(self.a(x)).softmax(-1)  # type: ignore[no-any-return]
-
-
 def test_policy_beats_the_table_node_before_module_before_operator() -> None:
     policy = Policy(
         low=["softmax"],
@@ -53,7 +45,8 @@ def test_policy_beats_the_table_node_before_module_before_operator() -> None:
         modules={"^a$": "low", "^b$": "keep"},
         nodes={"linear_1": "fp32"},
     )
-    stage = Stage(classify, Net(), leaf(2, 4), policy=policy)
+    net = module_of(lambda m, x: m.b(m.a(x)).softmax(-1), a=nn.Linear(4, 4), b=nn.Linear(4, 4))
+    stage = Stage(classify, net, leaf(2, 4), policy=policy)
     stage.run()
     stage.expect_marks("""\
 linear: LOW [policy]

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from compare import LEVELS, check, fallback_reason, leaf
 from graphs import Stage
+from module_of import module_of
 from torch import Tensor, nn
 
 import mpcompile
@@ -140,15 +141,11 @@ def test_reaches_through_views_and_elementwise_operators(level: str) -> None:
 def test_stops_at_the_first_product(level: str) -> None:
     """What the product itself reads may be low: a product of rounded factors is a true product."""
 
-    class Head(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embed, self.out = nn.Linear(8, 8), nn.Linear(16, 4)
+    def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
+        return m.out(determined(m.embed(x)))
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.out(determined(self.embed(x)))
-
-    seen = check(Head(), features(), level=level, tolerance=0.1, low=["linear"])
+    head = module_of(forward, embed=nn.Linear(8, 8), out=nn.Linear(16, 4))
+    seen = check(head, features(), level=level, tolerance=0.1, low=["linear"])
     assert seen.ops("LOW").count("linear") == 2
     assert "matmul" in seen.ops("FULL")
 

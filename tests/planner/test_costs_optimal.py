@@ -13,6 +13,7 @@ from compare import LEVELS, leaf
 from graphs import Stage
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from module_of import module_of
 from planned_programs import BF16, CROSSING, PROGRAMS, SMALL, both, profile_of, staged
 from torch import fx, nn
 
@@ -118,17 +119,13 @@ def test_where_no_product_is_low_nothing_is(name: str, level: str) -> None:
 def test_what_is_pinned_stays_pinned(level: str) -> None:
     """By the user, by a guard, by the table; with a profile that has FP32 slower, too."""
 
-    class Program(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 16)
+    def forward(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        h = F.relu(F.gelu(m.first(x)) + 1e-40)
+        return m.second(torch.tanh(h)).exp().sum()
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            h = F.relu(F.gelu(self.first(x)) + 1e-40)
-            return self.second(torch.tanh(h)).exp().sum()
-
+    program = module_of(forward, first=nn.Linear(16, 16), second=nn.Linear(16, 16))
     policy = Policy(full=["gelu"], low=["tanh"], modules={"second": "fp32"})
-    stage = staged(Program(), leaf(8, 16), level=level, low=BF16, policy=policy, profile=CROSSING)
+    stage = staged(program, leaf(8, 16), level=level, low=BF16, policy=policy, profile=CROSSING)
     is_optimal(stage)
     rules = {"gelu": "policy", "tanh": "policy", "linear_1": "policy", "add": "guard"}
     for name, rule in rules.items():

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from module_of import module_of
 from torch import nn
 
 from mpcompile import MPCompileWarning, MPOptimizer, mpcompile, train_step
@@ -206,17 +207,11 @@ def test_an_evaluation() -> None:
 def test_masked_outputs() -> None:
     """Attention and logits are masked by minus infinity, in results and within."""
 
-    class Masked(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.body = mlp()
+    def forward(m: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        scores = m.body(x) + torch.tensor([0.0, 0.0, -math.inf, -math.inf])
+        return scores, scores.softmax(-1)
 
-        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            mask = torch.tensor([0.0, 0.0, -math.inf, -math.inf])
-            scores = self.body(x) + mask
-            return scores, scores.softmax(-1)
-
-    model = mpcompile(Masked(), **BF16)
+    model = mpcompile(module_of(forward, body=mlp()), **BF16)
     optimizer = sgd(model)
 
     def step(number: int) -> None:
@@ -259,17 +254,12 @@ def test_fp16_is_left_to_its_loss_scale(caplog: pytest.LogCaptureFixture) -> Non
 def test_graphs_of_a_model_speak_once() -> None:
     """Each returns a loss, and there are two optimizers; and it is compiled anew."""
 
-    class Two(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.last = Loss(), Loss()
+    def forward(m: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        first = m.first(x)
+        torch._dynamo.graph_break()
+        return first, m.last(x)
 
-        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            first = self.first(x)
-            torch._dynamo.graph_break()
-            return first, self.last(x)
-
-    model = mpcompile(Two(), **BF16)
+    model = mpcompile(module_of(forward, first=Loss(), last=Loss()), **BF16)
     optimizers = sgd(model.first), sgd(model.last)
 
     def step(number: int) -> None:
