@@ -103,6 +103,8 @@ def test_add_an_operator(copy: Copy) -> None:
 
 PASS = '''"""Write `relu` for `clamp_min` at zero. A rewriting pass; needs no marks."""
 
+from __future__ import annotations
+
 from torch import fx
 
 from mpcompile import ir
