@@ -389,9 +389,8 @@ def test_the_report_tells_chance_from_a_shift() -> None:
 def test_the_frechet_distance_of_two_gaussians() -> None:
     """In one dimension it is (m1 - m2)^2 + (s1 - s2)^2: of the means and the deviations."""
     first = torch.tensor([[-1.0], [1.0]], dtype=torch.float64)
-    second = 3 * first + 5
-    deviation = math.sqrt(2)  # of the first, with n - 1 in the denominator
-    assert frechet_distance(first, second) == pytest.approx(25 + (2 * deviation) ** 2)
+    # The first one's deviation is the root of 2, with n - 1 in the denominator.
+    assert frechet_distance(first, 3 * first + 5) == pytest.approx(25 + (2 * math.sqrt(2)) ** 2)
     assert frechet_distance(first, first) == pytest.approx(0.0, abs=1e-12)
     assert math.isnan(frechet_distance(first, first * math.inf))
 
