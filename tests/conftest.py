@@ -1,7 +1,5 @@
 """Fixtures for every test, and the warnings of torch's own that are none of ours."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`make bench-check`: which ratios fell, and against which committed results."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

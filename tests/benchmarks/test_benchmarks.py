@@ -1,7 +1,5 @@
 """The benchmarks' machinery: arithmetic on made-up timings, the registry, one tiny run of each."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import json

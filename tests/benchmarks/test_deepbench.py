@@ -1,7 +1,5 @@
 """DeepBench's shapes, and what the report makes of times."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

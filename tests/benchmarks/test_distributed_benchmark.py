@@ -1,7 +1,5 @@
 """The benchmark that counts what a step sends: sizes that are known, and a tiny run of it all."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -2,8 +2,6 @@
 ones say what is drawn today.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import re

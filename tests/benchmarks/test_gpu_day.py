@@ -1,7 +1,5 @@
 """`make gpu`: the runner on pieces of the tests' own, the list, and what a GPU by name can show."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

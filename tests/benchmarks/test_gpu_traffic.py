@@ -1,7 +1,5 @@
 """The arithmetic of `benchmarks/gpu_traffic.py`, on made-up counts."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

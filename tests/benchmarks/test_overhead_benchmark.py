@@ -1,7 +1,5 @@
 """The benchmarks of small steps, of evaluation and of what being ready costs: tiny runs."""
 
-from __future__ import annotations
-
 import time
 
 import pytest

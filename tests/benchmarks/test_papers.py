@@ -1,7 +1,5 @@
 """The table of the papers' claims: the frame around the trainings, and what the report says."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import json
@@ -28,6 +26,7 @@ from benchmarks.papers.rows import Kept, Row, Store
 from benchmarks.papers.rule import compare
 from benchmarks.papers.task import FP32, QUALITY, Metrics, Outcome, Probe, Task, train
 from benchmarks.papers.tasks import AS_AVERAGED, ROWS, TASKS
+from benchmarks.papers.tasks.gan import frechet_distance
 from mpcompile.observe.record import EXPONENTS
 from mpcompile.whole_step.train_step import goes_backward
 
@@ -385,6 +384,15 @@ def test_the_report_tells_chance_from_a_shift() -> None:
         ("line", "BF16 O1", "weights", "4.5000", "24.5000"),
         ("line", "BF16 O2", "weights", "4.5000", "4.5000"),
     ]
+
+
+def test_the_frechet_distance_of_two_gaussians() -> None:
+    """In one dimension it is (m1 - m2)^2 + (s1 - s2)^2: of the means and the deviations."""
+    first = torch.tensor([[-1.0], [1.0]], dtype=torch.float64)
+    # The first one's deviation is the root of 2, with n - 1 in the denominator.
+    assert frechet_distance(first, 3 * first + 5) == pytest.approx(25 + (2 * math.sqrt(2)) ** 2)
+    assert frechet_distance(first, first) == pytest.approx(0.0, abs=1e-12)
+    assert math.isnan(frechet_distance(first, first * math.inf))
 
 
 def test_a_gpu_runs_every_row() -> None:

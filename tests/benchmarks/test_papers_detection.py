@@ -1,7 +1,5 @@
 """The detection rows: boxes, scenes, the multibox loss, torchvision's detectors; some steps."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable

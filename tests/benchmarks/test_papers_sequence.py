@@ -1,7 +1,5 @@
 """benchmarks papers: speech recognition and machine translation."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import random

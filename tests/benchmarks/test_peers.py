@@ -1,7 +1,5 @@
 """Whole training steps against every peer: geometric means, and a model that people train."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

@@ -1,7 +1,5 @@
 """The copies counted around a convolution whose images are not channels-last."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """torchvision's models as their benchmark measures them, and its report."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

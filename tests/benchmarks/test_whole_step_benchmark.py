@@ -1,7 +1,5 @@
 """The benchmark of whole training steps: one tiny run, and what it measures with."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import pytest

@@ -1,7 +1,5 @@
 """The zoo: ten of its models as its benchmark measures them, and how rows are judged and kept."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import sys

@@ -1,7 +1,5 @@
 """capture: what the passes get to see, and that one compilation serves many shapes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

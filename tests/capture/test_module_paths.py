@@ -1,12 +1,19 @@
-"""Module paths start at the model, also behind a graph break inside of a submodule."""
+"""Module paths, also behind a graph break in a submodule; and sizes that depend on values."""
 
-from __future__ import annotations
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+import torch.nn.functional as F
+from compare import SETTINGS, check
+from torch import Tensor, nn
 
-from mpcompile import Policy, compiled_plans, diagnose, mpcompile
+from mpcompile import Policy, compiled_plans, diagnose, explain, graph_function, mpcompile
+from mpcompile.lower import tracing_settings
+
+# -- module paths ----------------------------------------------------------------------------------
+
 
 FP16 = {"dtype": torch.float16, "emit": "eager"}
 
@@ -85,3 +92,98 @@ def test_a_fault_has_its_whole_path() -> None:
         broken.first.bias.fill_(10.0)
     report = diagnose(model, torch.ones(2, 4), dtype=torch.float16)
     assert report.first.node.module == "blocks.1.0.second"
+
+
+# -- sizes that depend on values -------------------------------------------------------------------
+
+
+class Mixture(nn.Module):
+    """Experts in a loop, as Mixtral's eager experts."""
+
+    def __init__(self, empty: bool = False) -> None:
+        super().__init__()
+        self.gate = nn.Linear(16, 3, bias=False)
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(16, 24), nn.SiLU(), nn.Linear(24, 16)) for _ in range(3)
+        )
+        if empty:  # the inputs are positive
+            nn.init.constant_(self.gate.weight[2].detach(), -4.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = x.view(-1, 16)
+        weights, chosen = torch.topk(F.softmax(self.gate(tokens), dim=1), 2, dim=-1)
+        out, mask = torch.zeros_like(tokens), F.one_hot(chosen, 3).permute(2, 1, 0)
+        for i, expert in enumerate(self.experts):
+            place, token = torch.where(mask[i])
+            found = expert(tokens[None, token].reshape(-1, 16)) * weights[token, place, None]
+            out.index_add_(0, token, found)
+        return out.view(x.shape)
+
+
+@pytest.mark.slow_rows("compiles many graphs")
+@SETTINGS
+@pytest.mark.parametrize("empty", [False, True])
+def test_experts_in_a_loop(level: str, emit: str, empty: bool) -> None:
+    torch.manual_seed(0)
+    seen = check(Mixture(empty), torch.rand(2, 5, 16), level=level, emit=emit, steps=2)
+    (plan,) = seen.plans
+    assert [n.op for n in plan.nodes if n.precision == "LOW"].count("aten::linear") == 7
+
+
+class Program(nn.Module):
+    def __init__(self, kind: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.kind, self.first, self.last = kind, nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.kind(self, x)
+
+
+def masked_tokens(net: Program, x: Tensor) -> Tensor:
+    keep = x[:, 0] > 0.3
+    return F.cross_entropy(net.last(net.first(x)[keep]), torch.arange(6)[keep])
+
+
+def selected(net: Program, x: Tensor) -> Tensor:
+    return net.last(net.first(x).masked_select((x > -9).detach()).view(-1, 8))
+
+
+def repeated(net: Program, x: Tensor) -> Tensor:
+    return net.last(net.first(x).repeat_interleave(torch.arange(6) % 3, dim=0))
+
+
+def returned(net: Program, x: Tensor) -> Tensor:
+    return net.last(net.first(x))[x[:, 0] > 0.3]
+
+
+PROGRAMS = [masked_tokens, selected, repeated, returned]
+
+
+@pytest.mark.parametrize("kind", PROGRAMS, ids=lambda p: p.__name__)
+def test_one_graph(kind: Callable[..., Tensor]) -> None:
+    seen = check(Program(kind), torch.rand(6, 8), emit="aot_eager", low=["linear"])
+    assert len(seen.plans) == 1
+
+
+@pytest.mark.parametrize("level", ["O0", "O1"])
+def test_broken_where_it_can_not_be_compiled(level: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inductor can't compile all of them (in torch 2.13 `selected`, in its backward)."""
+    compiling = graph_function._emit
+
+    def refusing(gm: Any, *args: Any, **kwargs: Any) -> Any:
+        if any("masked_select" in str(node.target) for node in gm.graph.nodes):
+            raise RuntimeError("no code for this size")
+        return compiling(gm, *args, **kwargs)
+
+    monkeypatch.setattr(graph_function, "_emit", refusing)
+    net = mpcompile(Program(selected), level=level, dtype=torch.float16, emit="aot_eager")
+    x = torch.rand(6, 8)
+    net(x).sum().backward()
+    assert len(compiled_plans(net)) == 2
+    assert not torch._dynamo.config.capture_dynamic_output_shape_ops
+    assert not tracing_settings._thread.wanted
+
+
+def test_explained_as_it_is_compiled() -> None:
+    (graph,) = explain(Program(repeated), torch.rand(6, 8)).graphs
+    assert graph.left is None

@@ -1,7 +1,5 @@
 """The command line and the facts that `mpcompile info` prints."""
 
-from __future__ import annotations
-
 import dataclasses
 import platform
 import re

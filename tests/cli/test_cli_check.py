@@ -1,7 +1,5 @@
 """`mpcompile check`: what is there is said, what is missing or fails is named by the status."""
 
-from __future__ import annotations
-
 import platform
 
 import pytest

@@ -1,7 +1,5 @@
 """`mpcompile explain`: what it prints, its conditions for a CI, and its exit status."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import re

@@ -1,7 +1,5 @@
 """`mpcompile plan`: what it prints, and what a factory that is none gets."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys

@@ -1,7 +1,5 @@
 """The demo's text, its model, its measurements, and short runs of the whole."""
 
-from __future__ import annotations
-
 import io
 import itertools
 import math

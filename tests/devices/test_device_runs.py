@@ -1,7 +1,5 @@
 """What is asked of a device while it runs: waits, memory, random numbers, numbers on their way."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """What data sheets, instructions and `mpcompile info` say of devices."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

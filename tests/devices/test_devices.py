@@ -1,7 +1,5 @@
 """A device type that is made up here goes through planning, and nobody else names a type."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Sequence
 from dataclasses import replace

@@ -3,8 +3,6 @@
 Each GPU is a process of its own (`tests/support/emulated_eager.py`).
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -4,8 +4,6 @@ The graphs are functions of the tests' own (`tests/support/emulated_graphs.py`),
 Inductor does it.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from emulated import needs_a_compiler, told_by

@@ -4,8 +4,6 @@ and what the host asks of it in one step.
 make emulated
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -4,8 +4,6 @@ In fresh memory there is NaN, and what was skipped becomes known late
 (`tests/support/emulated_training.py`).
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -3,8 +3,6 @@
 `fakecuda` makes a device that exists by name only; each GPU is a process of its own.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

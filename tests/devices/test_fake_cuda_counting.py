@@ -1,7 +1,5 @@
 """What is counted on a GPU that exists by name, against arithmetic by hand."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -3,8 +3,6 @@
 `pytest -m sweep`; needs Triton, which compiles for any GPU on a machine without one.
 """
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """A whole step on a GPU that exists by name: kernels, host reads, and what would be recorded."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

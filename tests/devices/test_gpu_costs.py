@@ -3,8 +3,6 @@
 pytest -m gpu, one test at a time: others on the same GPU would be in the numbers.
 """
 
-from __future__ import annotations
-
 import functools
 import statistics
 from collections.abc import Callable, Iterator

@@ -3,8 +3,6 @@
 pytest -m gpu
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import os

@@ -1,7 +1,5 @@
 """What runs low under dtype="auto" on machines other than this one: nothing that isn't promised."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

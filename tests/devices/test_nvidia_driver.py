@@ -1,7 +1,5 @@
 """The driver's version: from /proc, from NVML, or not known."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The measurement of a device profile: its schedule by a synthetic clock, its grid, its calls."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -2,8 +2,6 @@
 built-in profiles: complete, true to themselves, and made as they say.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

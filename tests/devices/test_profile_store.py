@@ -1,7 +1,5 @@
 """Device profiles on disk: what a file must hold, and which file serves a device."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

@@ -1,7 +1,5 @@
 """Observed ranges become pins, and the pins hold."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

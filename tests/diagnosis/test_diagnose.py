@@ -1,7 +1,5 @@
 """diagnose: nothing happens to the model, and what it computes by hand."""
 
-from __future__ import annotations
-
 import inspect
 import random
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Planted faults are named at their module and line, in every situation, and cured by the pins."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Healthy models have no faults, in either low dtype and at either level."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 

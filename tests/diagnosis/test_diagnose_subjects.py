@@ -1,7 +1,5 @@
 """What `explain`, `diagnose` and `calibrate` may be asked about, and what they refuse."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The numbers of tensors, and what a watched run records, against direct computation."""
 
-from __future__ import annotations
-
 from math import inf, nan
 
 import pytest

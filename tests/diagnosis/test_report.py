@@ -1,7 +1,5 @@
 """A report: its totals, its text, its JSON, its page."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import re

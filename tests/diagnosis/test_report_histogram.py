@@ -1,7 +1,5 @@
 """The histogram of activation gradients: its ranges, its axes, and its drawing."""
 
-from __future__ import annotations
-
 import math
 import re
 

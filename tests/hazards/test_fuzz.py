@@ -7,8 +7,6 @@ A few of them here; five thousand with
 The programs: fuzz_lines.py. What is demanded of them: fuzz_judge.py.
 """
 
-from __future__ import annotations
-
 import functools
 import random
 import re

@@ -1,7 +1,5 @@
 """autocast: regions of the user's own, and one around the whole call."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F

@@ -1,8 +1,4 @@
-"""A batch overflows in FP16: its step is skipped, and what its forward has written to buffers is
-finite. Afterwards the model evaluates. Where nothing overflows, buffers follow FP32's.
-"""
-
-from __future__ import annotations
+"""Buffers, and parameters that a forward writes, without a gradient, before it reads them."""
 
 import copy
 from collections.abc import Callable
@@ -10,11 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from compare import LEVELS
+from compare import LEVELS, assert_near, check, fallback_reason, leaf
+from module_of import module_of
 from torch import nn
 from torch.nn.utils.parametrizations import spectral_norm
 
 from mpcompile import MPOptimizer, loss_scale_of, mpcompile, train_step
+
+# -- buffers ---------------------------------------------------------------------------------------
 
 
 class Buffers(nn.Module):
@@ -128,7 +127,6 @@ def test_they_stay_finite(named: str, loop: str, emit: str, level: str) -> None:
         model(x).square().mean().backward()
         optimizer.step()
     scale = loss_scale_of(step if loop == "train_step" else model)
-    assert scale is not None
     assert scale.skipped_steps == 1
     assert all(bool(b.isfinite().all()) for b in floats(net))
     net.eval()
@@ -165,3 +163,115 @@ def test_what_the_program_makes_infinite_stays_so() -> None:
     model = mpcompile(Mask(), dtype=torch.float16, emit="aot_eager")
     model(torch.randn(4, 10)).square().sum().backward()
     assert torch.equal(model.mask.isfinite(), torch.arange(10) < 5)
+
+
+# -- parameters ------------------------------------------------------------------------------------
+
+
+WITHOUT_GRAD: dict[str, Callable[[Any], object]] = {
+    "decayed": lambda m: m.last.weight.mul_(0.9).add_(0.01),
+    "normed": lambda m: m.last.weight.div_(m.last.weight.norm(dim=1, keepdim=True)),
+    "pruned": lambda m: m.last.weight.copy_(
+        torch.where(m.last.weight.abs() > 0.1, m.last.weight, 0.0)
+    ),
+    "clamped_as_parameters": lambda m: [p.clamp_(-0.1, 0.1) for p in m.last.parameters()],
+    "a_row_of_zeros": lambda m: (
+        m.last.weight.index_fill_(0, torch.tensor([0]), 0.0),
+        m.last.bias.masked_fill_(m.last.bias < 0, 0.0),
+    ),
+    "a_diagonal": lambda m: m.last.weight.fill_diagonal_(1.0),
+    "averaged_with_another": lambda m: m.last.weight.lerp_(m.other.weight, 0.5),
+    "symmetric": lambda m: m.last.weight.copy_((m.last.weight + m.last.weight.t()) / 2),
+}
+OUTSIDE_OF_AUTOGRAD: dict[str, Callable[[Any], object]] = {
+    "clamped_as_data": lambda m: m.last.weight.data.clamp_(-0.1, 0.1),
+    "clamped_as_detached": lambda m: m.last.weight.detach().clamp_(-0.1, 0.1),
+}
+
+
+def _in_part(m: Any) -> None:
+    w = m.last.weight
+    w[0] += 1
+    w[:, 1] = 0.5
+    w[2].clamp_(-0.1, 0.1)
+    w[torch.tensor([3, 4])] = 0.3
+    w.diagonal().fill_(0.0)
+    w.view(-1)[7:9].mul_(2)
+    m.last.bias.data[1:3] -= 0.5
+
+
+WITHOUT_GRAD["in_part"] = _in_part
+
+
+def writing(case: str) -> nn.Module:
+    def forward(m: Any, x: torch.Tensor) -> Any:
+        h = m.first(x).relu()
+        if case in OUTSIDE_OF_AUTOGRAD:
+            OUTSIDE_OF_AUTOGRAD[case](m)
+        else:
+            with torch.no_grad():
+                WITHOUT_GRAD[case](m)
+        return m.other(m.last(h))
+
+    layers = {name: nn.Linear(16, 16) for name in ("first", "last", "other")}
+    return module_of(forward, **layers)
+
+
+@LEVELS
+@pytest.mark.parametrize("case", [*WITHOUT_GRAD, *OUTSIDE_OF_AUTOGRAD])
+def test_a_parameter_written_before_it_is_read(case: str, level: str) -> None:
+    """What is multiplied behind it stays in FP32, and no more."""
+    result = check(
+        writing(case), leaf(8, 16), level=level, emit="aot_eager", steps=3, low=["linear"]
+    )
+    wide = {n.module for plan in result.plans for n in plan.nodes
+            if n.op == "aten::linear" and n.precision == "FULL"}  # fmt: skip
+    assert wide <= {"last"}
+    for p, q in zip(result.model.parameters(), result.reference.parameters(), strict=True):
+        torch.testing.assert_close(p, q)
+
+
+@pytest.mark.parametrize("case", [*WITHOUT_GRAD, *OUTSIDE_OF_AUTOGRAD])
+def test_its_working_copy_is_not_read(case: str) -> None:
+    """Nor a kept copy, in an evaluation."""
+    net = writing(case)
+    reference = copy.deepcopy(net)
+    mpcompile(net, level="O2", dtype=torch.float16, emit="aot_eager")
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (reference, net)]
+    optimizers[1] = MPOptimizer(optimizers[1], emit="eager")
+    for training in (True, True, False, False):
+        results, x = [], torch.randn(8, 16)
+        for model, optimizer in zip((reference, net), optimizers, strict=True):
+            with torch.set_grad_enabled(training):
+                results.append(model(x))
+            if training:
+                results[-1].square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        assert_near(results[1].detach(), results[0].detach(), "result", 1e-2)
+    for p, q in zip(net.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(p, q, atol=2e-3, rtol=1e-2)
+
+
+@LEVELS
+@pytest.mark.parametrize("layer", [nn.Embedding, nn.EmbeddingBag])
+def test_a_table_that_is_renormalised(layer: Any, level: str) -> None:
+    def forward(m: Any, ids: torch.Tensor) -> Any:
+        return m.linear(m.table(ids))
+
+    net = module_of(forward, table=layer(20, 16, max_norm=1.0), linear=nn.Linear(16, 4))
+    ids = torch.randint(20, (8, 3))
+    check(net, ids, level=level, emit="aot_eager", steps=2, low=["linear"])
+
+
+def test_a_parameter_read_before_it_is_written() -> None:
+    """Autograd itself refuses the backward of that: left in FP32, and said so."""
+
+    def forward(m: Any, x: torch.Tensor) -> Any:
+        h = m.linear.weight * 2
+        with torch.no_grad():
+            m.linear.weight.clamp_(-0.1, 0.1)
+        return m.linear(x) + h.sum()
+
+    reason = fallback_reason(module_of(forward, linear=nn.Linear(16, 16)), torch.randn(8, 16))
+    assert "linear_weight needs a gradient and is written without one" in reason

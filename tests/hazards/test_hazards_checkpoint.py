@@ -1,7 +1,5 @@
 """Activation checkpoints: their bodies run low, and are still recomputed in the backward."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -57,12 +55,10 @@ class Block(nn.Module):
 
     def body(self, x: torch.Tensor, *, scale: float = 1.0) -> torch.Tensor:
         h = self.dropout(F.gelu(self.up(x)))
-        out: torch.Tensor = self.norm(self.down(h) * scale)
-        return out
+        return self.norm(self.down(h) * scale)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = x + self.run(self.body, x)
-        return out
+        return x + self.run(self.body, x)
 
 
 def plain(body: Callable[..., Any], x: torch.Tensor) -> Any:
@@ -225,13 +221,11 @@ def test_batch_norm_in_a_body_counts_once(level: str) -> None:
             self.norm = nn.BatchNorm1d(16)
 
         def body(self, x: torch.Tensor) -> torch.Tensor:
-            out: torch.Tensor = self.b(F.relu(self.norm(self.a(x))))
-            return out
+            return self.b(F.relu(self.norm(self.a(x))))
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             once = not torch.compiler.is_compiling()
-            out: torch.Tensor = (plain if once else checkpointed)(self.body, x)
-            return out
+            return (plain if once else checkpointed)(self.body, x)
 
     result = check(Net(), leaf(8, 16), level=level, emit="aot_eager", low=["linear"])
     assert result.model.norm.num_batches_tracked == 1

@@ -3,8 +3,6 @@
 Dynamo's note of what autograd tracks is, inside a transform, that of the transform's own level.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 
@@ -188,7 +186,6 @@ def test_in_a_whole_step(name: str, level: str) -> None:
     step(x, torch.zeros(()))
     triples = zip(model.parameters(), before.parameters(), exact.parameters(), strict=True)
     for now, then, wanted in triples:
-        assert wanted.grad is not None
         off = (then - now - wanted.grad).norm() / wanted.grad.norm()
         assert off < 5e-3, f"{off:.2g}"
 

@@ -1,27 +1,29 @@
-"""Pieces of real models: layers and idioms that bring several hazards at once."""
+"""Models of many kinds: what they do with data, what is left in FP32, and the zoo's products."""
 
-from __future__ import annotations
-
+import copy
+import warnings
+from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from compare import SETTINGS, check, leaf
+from compare import LEVELS, SETTINGS, assert_near, check, fallback_reason, leaf
 from module_of import module_of
 from torch import nn
 from torch.nn.utils import parametrizations
+from torch.testing._internal.two_tensor import TwoTensor
+
+from benchmarks.zoo.catalogue import HUGGING_FACE, TIMM
+from benchmarks.zoo.making import Entry
+from mpcompile import MPOptimizer, compiled_plans, mpcompile
 
 
-class Attention(nn.Module):
+def attention() -> nn.Module:
     """nn.MultiheadAttention, which returns its averaged weights too."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention = nn.MultiheadAttention(16, 2, batch_first=True)
-
-    def forward(self, x: torch.Tensor) -> Any:
-        return self.attention(x, x, x)
+    layer = nn.MultiheadAttention(16, 2, batch_first=True)
+    return module_of(lambda m, x: m.attention(x, x, x), attention=layer)
 
 
 class Cells(nn.Module):
@@ -113,7 +115,7 @@ def encoder() -> nn.Module:
 
 
 MODELS = {
-    "attention": Attention,
+    "attention": attention,
     "encoder": encoder,
     "cells": Cells,
     "experts": Experts,
@@ -161,3 +163,158 @@ def test_sparse_gradient(level: str, emit: str) -> None:
     model = module_of(forward, table=nn.Embedding(20, 16, sparse=True), head=nn.Linear(16, 4))
     check(model, torch.randint(20, (5,)), level=level, emit=emit, low=["linear"])
     assert model.table.weight.grad.is_sparse
+
+
+# -- data ------------------------------------------------------------------------------------------
+
+
+class Averaged(nn.Module):
+    """A layer that keeps an average of its results, and counts its calls, through `.data`."""
+
+    def __init__(self, write: "Callable[[Averaged, torch.Tensor], object]", size: int = 8) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.write = nn.Linear(16, 16), write
+        self.register_buffer("average", torch.linspace(0, 1, size))
+        self.register_buffer("calls", torch.tensor(0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.layer(x)
+        self.write(self, h.detach().square().mean())
+        return self.layer(h) * self.average.mean()
+
+
+def assigned(m: Averaged, mean: torch.Tensor) -> None:
+    m.average.data = m.average * 0.5 + mean
+    m.calls.data = m.calls + 1
+
+
+def in_parts(m: Averaged, mean: torch.Tensor) -> None:
+    m.average.data[0] = mean
+    m.average.data[1:].mul_(0.5).add_(1)
+
+
+WRITES: dict[str, Callable[[Averaged, torch.Tensor], object]] = {
+    "lerp_": lambda m, mean: m.average.data.lerp_(mean, 0.5),
+    "add_": lambda m, mean: m.average.data.add_(mean),
+    "mul_ and add_": lambda m, mean: m.average.data.mul_(0.9).add_(mean, alpha=0.1),
+    "copy_": lambda m, mean: m.average.data.copy_(m.average.data * 0.5 + mean.data),
+    "an integer's add_": lambda m, mean: m.calls.data.add_(1),
+    "in parts": in_parts,
+    "assigned": assigned,
+}
+
+
+@pytest.mark.slow_rows("a matrix of trainings against FP64")
+@SETTINGS
+@pytest.mark.parametrize("scale", [1024.0, "dynamic"])  # dynamic: the first backward searches
+@pytest.mark.parametrize("name", WRITES)
+def test_buffers_are_those_of_eager(name: str, scale: object, level: str, emit: str) -> None:
+    options = {"level": level, "emit": emit, "loss_scale": scale}
+    check(Averaged(WRITES[name]), leaf(4, 16), low=["linear"], steps=3, **options)
+
+
+def test_a_large_buffer() -> None:
+    check(Averaged(WRITES["lerp_"], 1 << 20), leaf(4, 16), low=["linear"], steps=3)
+
+
+@LEVELS
+@pytest.mark.parametrize("name", ["lerp_", "an integer's add_", "assigned"])
+def test_in_a_whole_step(name: str, level: str) -> None:
+    plain = Averaged(WRITES[name])
+    model = copy.deepcopy(plain)
+    optimizer = MPOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), emit="eager")
+    reference = torch.optim.SGD(plain.parameters(), lr=0.1)
+
+    @mpcompile(level=level, dtype=torch.float16, emit="aot_eager", strict=True)
+    def step(x: torch.Tensor) -> torch.Tensor:
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    for _ in range(3):
+        x = torch.randn(4, 16)
+        step(x)
+        plain(x).square().mean().backward()
+        reference.step()
+        reference.zero_grad()
+    for what, wanted in plain.state_dict().items():
+        assert_near(model.state_dict()[what], wanted, what, 1e-2)
+    assert any(n.precision == "LOW" for plan in compiled_plans(step) for n in plan.nodes)
+
+
+@torch._dynamo.allow_in_graph
+def hidden(x: torch.Tensor) -> torch.Tensor:
+    return x.data * 2
+
+
+def test_what_the_tracer_cannot_see_is_left_in_fp32() -> None:
+    reason = fallback_reason(lambda x, w: hidden(x) @ w, torch.randn(4, 8), leaf(8, 8))
+    assert "unseen by the tracer" in reason
+
+
+# -- left in FP32 ----------------------------------------------------------------------------------
+
+
+def test_tensor_subclass_is_left_in_fp32() -> None:
+
+    def program(x: torch.Tensor) -> torch.Tensor:
+        return x @ x
+
+    pair = TwoTensor(torch.randn(4, 4), torch.randn(4, 4))
+    fast = mpcompile(program, dtype=torch.float16, emit="eager")
+    with pytest.warns(match="left a graph in FP32: an input is a tensor subclass") as caught:
+        out = fast(pair)
+    assert len(caught) == 1
+    assert torch.equal(out.a, pair.a @ pair.a)
+    strict = mpcompile(program, dtype=torch.float16, emit="eager", strict=True)
+    with pytest.raises(Exception, match=r"tensor subclass \(TwoTensor\).*Without strict=True"):
+        strict(pair)
+
+
+def test_fallback_keeps_an_ambient_autocast() -> None:
+    """Compiled unchanged, as torch.compile would have, where mpcompile is only its backend."""
+
+    def program(x: torch.Tensor) -> torch.Tensor:
+        return x @ x
+
+    options = {"dtype": torch.float16, "emit": "aot_eager"}
+    fast = torch.compile(program, backend="mpcompile", options=options)
+    pair = TwoTensor(torch.randn(4, 4), torch.randn(4, 4))
+    with torch.autocast("cpu", torch.bfloat16), pytest.warns(match="a tensor subclass"):
+        out = fast(pair)
+    assert out.a.dtype is torch.bfloat16
+
+
+# -- the zoo ---------------------------------------------------------------------------------------
+
+
+LEFT = {"tnt": {"its memory is written in place": 4}}
+"""The tokens of words are written into those of pixels: `patch_embed[:, 1:] += ...`."""
+
+ZOO = {**HUGGING_FACE, **TIMM}
+
+
+@pytest.mark.sweep("every model of the zoo")
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("name", ZOO)
+def test_products_are_low(name: str, level: str) -> None:
+    assert wide_products(ZOO[name], level) == LEFT.get(name, {})
+
+
+def wide_products(entry: Entry, level: str) -> dict[str, int]:
+    """How many products are FP32, by reason."""
+    torch.manual_seed(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = mpcompile(entry.build().train(), dtype=torch.bfloat16, level=level, emit="eager")
+        entry.loss(model, entry.draw(torch.Generator().manual_seed(0))).backward()
+    found: Counter[str] = Counter()
+    for plan in compiled_plans(model):
+        products = {op.name for op in plan.tensor_cores.ops}
+        wide = [n for n in plan.nodes if n.name in products and n.precision != "LOW"]
+        found.update(node.reason for node in wide)
+        found.update([plan.left] if plan.left else [])
+    return dict(found)

@@ -1,7 +1,5 @@
 """Derivatives inside of what is compiled: low, as in FP64 to second order, and in training."""
 
-from __future__ import annotations
-
 import copy
 import statistics
 import warnings
@@ -44,7 +42,6 @@ def test_all_products_are_bf16(name: str, form: str) -> None:
     found = found_of(DERIVATIVES[name], form, BF16)
     assert found.error == ""
     assert found.low == 1
-    assert found.off is not None
     assert found.off < TOLERANCE[BF16]
 
 
@@ -54,9 +51,7 @@ def test_all_products_are_bf16(name: str, form: str) -> None:
 def test_inner_gradients_stay_fp32_beside_fp16(name: str) -> None:
     found = found_of(DERIVATIVES[name], FORMS[0], FP16)
     assert found.error == ""
-    assert found.off is not None
     assert found.off < TOLERANCE[FP16]
-    assert found.low is not None
     assert found.low > 0.1
 
 
@@ -66,9 +61,7 @@ def test_control_flow_is_right_and_says_what_stays(name: str) -> None:
     torch._dynamo.reset()
     found = found_of(OTHERS[name], FORMS[0], BF16)
     assert found.error == ""
-    assert found.low is not None
     assert 0 < found.low < 1
-    assert found.off is not None
     assert found.off < TOLERANCE[BF16]
 
 
@@ -129,20 +122,16 @@ class Tripled(torch.autograd.Function):
         return gradients[0] * 3
 
 
-class OfAFunction(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Linear(16, 16)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        at = x.detach().requires_grad_()
-        value = Tripled.apply(self.net(at)).square().sum()
-        return torch.autograd.grad(value, at, create_graph=True)[0].square().mean()
-
-
 def test_a_function_inside_of_a_derivative_is_refused() -> None:
     """Torch traces its backward without a history: the gradient would lack a term, in FP32 too."""
-    model = mpcompile(OfAFunction(), dtype=BF16, emit="aot_eager")
+
+    def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
+        at = x.detach().requires_grad_()
+        value = Tripled.apply(m.net(at)).square().sum()
+        return torch.autograd.grad(value, at, create_graph=True)[0].square().mean()
+
+    model = module_of(forward, net=nn.Linear(16, 16))
+    mpcompile(model, dtype=BF16, emit="aot_eager")
     with pytest.raises(MPCompileError, match=r"Function is inside of a derivative"):
         model(torch.randn(8, 16))
 

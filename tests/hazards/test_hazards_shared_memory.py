@@ -2,8 +2,6 @@
 an O2 model reads the new weights, as in plain PyTorch. Each row gives a writer of all of them.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Hazards around memory: writes in place, to values, views, inputs and buffers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -297,8 +295,7 @@ def test_buffers_of_the_users_own(level: str, emit: str) -> None:
             with torch.no_grad():
                 self.average.lerp_(h.mean(0), 0.1)
             self.last = h.detach()
-            out: torch.Tensor = self.linear(h)
-            return out
+            return self.linear(h)
 
     result = check(Counter(), leaf(8, 16), level=level, steps=3, emit=emit, low=["linear"])
     assert result.model.calls == 3

@@ -3,8 +3,6 @@
 `make dist-test` installs the wheel in `dist/`; the other runs build one.
 """
 
-from __future__ import annotations
-
 import email
 import json
 import os

@@ -1,9 +1,6 @@
-"""The documents: links, anchors, paths, commands and names exist. That their code runs is tested in
-test_docs_code.py (blocks of Python), test_docs_migrating.py, test_docs_ci.py and
-test_docs_notebook.py.
+"""The documents: links, anchors, paths, commands and names exist, and the reference names
+everything public. That their code runs is tested in `test_docs_code.py`.
 """
-
-from __future__ import annotations
 
 import ast
 import importlib
@@ -18,6 +15,8 @@ from documents import COMMAND, DOCUMENTS, README, anchors, blocks, fenced, prose
 from repository import ROOT
 
 import mpcompile
+import mpcompile.diagnosis
+import mpcompile.plans
 from mpcompile.cli import main
 
 if sys.version_info >= (3, 11):
@@ -152,3 +151,48 @@ def test_the_option_table_has_every_option() -> None:
     rows = re.findall(r"^\| `(\w+)` \|", table, re.M)
     parameters = inspect.signature(mpcompile.mpcompile).parameters.values()
     assert rows == [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
+
+
+# -- the reference ---------------------------------------------------------------------------------
+
+
+API = ROOT / "docs" / "api"
+SITE = ROOT / "site"
+ENTRIES = sorted(
+    entry
+    for page in API.glob("*.md")
+    for entry in re.findall(r"^::: ([\w.]+)$", page.read_text(), re.M)
+)
+
+
+@pytest.mark.parametrize("entry", ENTRIES)
+def test_an_entry_exists_and_says_what_it_is(entry: str) -> None:
+    module, _, name = entry.rpartition(".")
+    if "integrations" in module:
+        pytest.importorskip(
+            {"huggingface": "transformers"}.get(module.split(".")[-1], module.split(".")[-1])
+        )
+    assert getattr(importlib.import_module(module), name).__doc__
+
+
+@pytest.mark.parametrize("module", [mpcompile, mpcompile.diagnosis, mpcompile.plans])
+def test_every_public_name_has_an_entry(module: object) -> None:
+    package = vars(module)["__name__"]
+    public = set(vars(module)["__all__"]) - {"__version__"}
+    if package != "mpcompile":  # what is also imported from the top stands there
+        public -= set(mpcompile.__all__)
+    assert {f"{package}.{name}" for name in public} <= set(ENTRIES)
+
+
+def test_the_table_of_pages_names_them_all() -> None:
+    table = (API / "README.md").read_text()
+    for entry in ENTRIES:
+        assert f"`{entry.rpartition('.')[2]}`" in table or "integrations" in entry
+
+
+def test_the_site_is_the_documents() -> None:
+    """Each stands there under its own path, so that the same links hold."""
+    for document in DOCUMENTS:
+        assert (SITE / document.relative_to(ROOT)).resolve() == document.resolve()
+    results = SITE / "benchmarks" / "results"
+    assert results.resolve() == (ROOT / "benchmarks" / "results").resolve()

@@ -1,7 +1,5 @@
 """The recipe of docs/ci.md, run as it stands."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

@@ -5,8 +5,6 @@ empty namespace: pasted into a file they run, too. What the other pages take as 
 group, models of other libraries) is made here. Only the README runs through Inductor.
 """
 
-from __future__ import annotations
-
 import logging
 import re
 import sys

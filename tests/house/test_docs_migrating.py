@@ -1,7 +1,5 @@
 """The blocks of docs/migrating.md run before and after, and end with the same weights."""
 
-from __future__ import annotations
-
 import copy
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """docs/first_hour.ipynb runs in a kernel, from top to bottom, and shows what its text says."""
 
-from __future__ import annotations
-
 import os
 import re
 from pathlib import Path

@@ -1,6 +1,6 @@
-"""The plan of the house: the size of files and functions, and that nothing is said twice."""
-
-from __future__ import annotations
+"""The plan of the house: the size of files and functions, and that nothing is said twice. The
+planted defects of `tests/support/mutants.py` fit the sources; a run of them is no test.
+"""
 
 import ast
 import re
@@ -8,6 +8,7 @@ from collections import Counter, defaultdict
 from pathlib import Path
 
 import pytest
+from mutants import MUTANTS, Mutant
 from repository import ROOT
 
 from mpcompile.rules.docs_page import page
@@ -150,3 +151,20 @@ def _is_operator(node: ast.expr) -> bool:
 def test_the_page_of_operators_is_the_table() -> None:
     """Made by `python -m mpcompile.rules.docs_page > docs/operators.md`."""
     assert (ROOT / "docs" / "operators.md").read_text() == page()
+
+
+# -- planted defects -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+def test_a_defect_can_be_planted(mutant: Mutant) -> None:
+    text = (ROOT / mutant.file).read_text()
+    assert text.count(mutant.old) == 1
+    compile(text.replace(mutant.old, mutant.new), mutant.file, "exec")
+    for path in mutant.caught_by:
+        file, _, test = path.partition("::")
+        assert f"def {test}" in (ROOT / file).read_text()
+
+
+def test_there_are_twenty_with_names_of_their_own() -> None:
+    assert len({mutant.name for mutant in MUTANTS}) == len(MUTANTS) >= 20

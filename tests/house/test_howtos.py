@@ -1,7 +1,5 @@
 """CONTRIBUTING's how-tos, done as they say in a copy of the sources (options: test_settings)."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """The scripts in examples/migrating/: the one after mpcompile trains as the one before in FP32."""
 
-from __future__ import annotations
-
 import difflib
 import importlib
 import re

@@ -1,7 +1,5 @@
 """The shape of the repository: layers, the link to the passes, the entry points."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import importlib

@@ -4,8 +4,6 @@ Each number is what there is today. Who makes one smaller writes the smaller one
 more room takes it from somewhere else.
 """
 
-from __future__ import annotations
-
 import ast
 import io
 import tokenize
@@ -17,7 +15,7 @@ LIMITS = {
     "lines of source": 42476,
     "lines of code": 26845,
     "files of source": 306,
-    "lines of tests": 65158,
+    "lines of tests": 63486,
     "warnings that count more than two frames": 18,
     "registries of modules": 28,
 }

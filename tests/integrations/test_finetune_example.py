@@ -1,7 +1,5 @@
 """examples/finetune_bf16.py, with fewer steps."""
 
-from __future__ import annotations
-
 import pytest
 
 pytest.importorskip("transformers", minversion="5.0")

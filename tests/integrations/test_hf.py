@@ -1,7 +1,5 @@
 """Architectures from elsewhere: `explain`, `diagnose`, and an overflow in a random layer."""
 
-from __future__ import annotations
-
 import random
 import zlib
 from typing import Any
@@ -54,7 +52,6 @@ def test_an_overflow_in_a_random_layer_is_named(name: str, level: str) -> None:
     model, inputs = made(name)
     path = overflow_somewhere(model, inputs, random.Random(zlib.crc32(f"{name} {level}".encode())))
     report = diagnose(model, dtype=torch.float16, level=level, **inputs)
-    assert report.first is not None
     assert (report.first.kind.value, report.first.node.module) == ("overflow", path)
     assert report.first.node.source
 

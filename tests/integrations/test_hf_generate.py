@@ -1,7 +1,5 @@
 """`generate()` of a model that was trained: each token is a call without gradients."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest
@@ -51,5 +49,4 @@ def test_weights_are_cast_once_for_all_tokens(level: str, wraps: bool) -> None:
 
 def generated(model: torch.nn.Module, prompt: torch.Tensor) -> torch.Tensor:
     settings = {"max_length": LENGTH, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
-    result: torch.Tensor = model.generate(prompt, **settings)  # type: ignore[operator]
-    return result
+    return model.generate(prompt, **settings)

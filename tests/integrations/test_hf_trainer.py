@@ -1,7 +1,5 @@
 """Hugging Face's Trainer that compiles, beside the plain one in FP32."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The examples of Hugging Face's Trainer and of Accelerate, as a user would run them."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from types import ModuleType

@@ -1,7 +1,5 @@
 """LightningModules under a Lightning Trainer: what is compiled, what is logged, what is refused."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from typing import Any

@@ -1,7 +1,5 @@
 """Lightning on two processes that talk through gloo: DDP, and FSDP2."""
 
-from __future__ import annotations
-
 import os
 import warnings
 from typing import Any

@@ -1,7 +1,5 @@
 """The example for Lightning trains as well in mixed precision as in FP32."""
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 from pathlib import Path
@@ -26,8 +24,6 @@ EXAMPLE = ROOT / "examples" / "lightning_digits.py"
 
 def example(path: Path = EXAMPLE) -> Any:
     spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None
-    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[path.stem] = module
     spec.loader.exec_module(module)

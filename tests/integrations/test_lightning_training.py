@@ -1,7 +1,5 @@
 """Training by Lightning: clipping, overflows, accumulation, manual optimization, checkpoints."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Adapters of peft on a BF16 model of Hugging Face's: one line, and all products are low."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -2,8 +2,6 @@
 and that the proof has teeth.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

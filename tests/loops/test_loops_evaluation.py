@@ -1,23 +1,16 @@
 """Evaluation between training steps, other batch sizes, a smaller last batch; newcomers' loops."""
 
-from __future__ import annotations
-
 import warnings
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from loops import MOSTLY_O1, WAYS, Way, agree, finite, low_nodes, same, snapshot
+from loops import MOSTLY_O1, WAYS, Way, agreeing, finite, low_nodes, same, snapshot
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from mpcompile import (
-    LossScale,
-    MPCompileWarning,
-    loss_scale_of,
-    mpcompile,
-)
+from mpcompile import LossScale, MPCompileWarning, loss_scale_of, mpcompile
 
 
 class Classifier(nn.Module):
@@ -27,8 +20,7 @@ class Classifier(nn.Module):
         self.drop, self.head = nn.Dropout(0.0), nn.Linear(32, 4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.head(self.drop(F.relu(self.norm(self.hidden(x)))))
-        return out
+        return self.head(self.drop(F.relu(self.norm(self.hidden(x)))))
 
 
 def data(size: int) -> DataLoader[Any]:
@@ -38,68 +30,59 @@ def data(size: int) -> DataLoader[Any]:
 
 @pytest.mark.slow_rows("a loop in each way of training, against FP64")
 @WAYS
+@agreeing(tolerance=0.06, bf16=0.3)
 def test_epochs_with_evaluation_and_a_smaller_last_batch(way: Way) -> None:
     """20 samples to train on in batches of 8, 8 and 4; 27 to evaluate on, the last batch of 3."""
-
-    def loop(way: Way) -> None:
-        train, test = data(20), data(27)
-        model = way.model(Classifier())
-        optimizer = way.optimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
-        batches = iter([b for _ in range(2) for b in train])
-        for step, factor in way.steps(6, model, optimizer, planted=4):
-            model.train()
-            x, y = next(batches)
-            loss = F.cross_entropy(model(x), y)
-            (loss * factor).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            way.log(loss)
-            if step % 3 == 2:
-                model.eval()
-                with torch.no_grad():
-                    way.log(torch.stack([F.cross_entropy(model(x), y) for x, y in test]).mean())
-        model.eval()
-        with torch.inference_mode():
-            way.log(F.cross_entropy(model(x), y).clone())
-
-    agree(way, loop, tolerance=0.06 if way.dtype is torch.float16 else 0.3)
+    train, test = data(20), data(27)
+    model = way.model(Classifier())
+    optimizer = way.optimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    batches = iter([b for _ in range(2) for b in train])
+    for step, factor in way.steps(6, model, optimizer, planted=4):
+        model.train()
+        x, y = next(batches)
+        loss = F.cross_entropy(model(x), y)
+        (loss * factor).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        way.log(loss)
+        if step % 3 == 2:
+            model.eval()
+            with torch.no_grad():
+                way.log(torch.stack([F.cross_entropy(model(x), y) for x, y in test]).mean())
+    model.eval()
+    with torch.inference_mode():
+        way.log(F.cross_entropy(model(x), y).clone())
 
 
 @WAYS
+@agreeing()
 def test_evaluation_between_forward_and_backward(way: Way) -> None:
     """The backward still to come uses what its own forward saw, mode and scale."""
-
-    def loop(way: Way) -> None:
-        model = way.model(nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 4)))
-        optimizer = way.optimizer(torch.optim.SGD(model.parameters(), lr=0.2))
-        x, y = torch.randn(4, 8, 16), torch.randint(4, (4, 8))
-        for step, update in way.updates(4, model, optimizer, planted=2):
-            loss = F.cross_entropy(model(x[step]), y[step])
-            model.eval()
-            with torch.no_grad():
-                way.log(model(x[0]).norm())
-            model.train()
-            update(loss)
-
-    agree(way, loop)
+    model = way.model(nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 4)))
+    optimizer = way.optimizer(torch.optim.SGD(model.parameters(), lr=0.2))
+    x, y = torch.randn(4, 8, 16), torch.randint(4, (4, 8))
+    for step, update in way.updates(4, model, optimizer, planted=2):
+        loss = F.cross_entropy(model(x[step]), y[step])
+        model.eval()
+        with torch.no_grad():
+            way.log(model(x[0]).norm())
+        model.train()
+        update(loss)
 
 
 @MOSTLY_O1
+@agreeing()
 def test_an_evaluation_that_forgot_no_grad(way: Way) -> None:
     """A forward with gradients whose backward never comes, overflowing at that."""
-
-    def loop(way: Way) -> None:
-        model = way.model(nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 4)))
-        optimizer = way.optimizer(torch.optim.SGD(model.parameters(), lr=0.2))
-        x, y = torch.randn(4, 8, 16), torch.randint(4, (4, 8))
-        for step, update in way.updates(4, model, optimizer, planted=2):
-            update(F.cross_entropy(model(x[step]), y[step]))
-            model.eval()
-            model(x[step] * 1e30)
-            way.log(F.cross_entropy(model(x[step]), y[step]))
-            model.train()
-
-    agree(way, loop)
+    model = way.model(nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 4)))
+    optimizer = way.optimizer(torch.optim.SGD(model.parameters(), lr=0.2))
+    x, y = torch.randn(4, 8, 16), torch.randint(4, (4, 8))
+    for step, update in way.updates(4, model, optimizer, planted=2):
+        update(F.cross_entropy(model(x[step]), y[step]))
+        model.eval()
+        model(x[step] * 1e30)
+        way.log(F.cross_entropy(model(x[step]), y[step]))
+        model.train()
 
 
 # -- what newcomers do -------------------------------------------------------------------------

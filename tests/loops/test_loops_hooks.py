@@ -1,6 +1,4 @@
-"""Hooks on modules and on tensors, as loops use them to log, to clip and to steer."""
-
-from __future__ import annotations
+"""Hooks that log, clip and steer; optimizers that step inside the backward, and updates by hand."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,8 +6,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from loops import MOSTLY_O1, O1, O2, WAYS, Way, agree
+from loops import MOSTLY_O1, O1, O2, PLAIN, WAYS, Way, agree, agreeing, finite, same, snapshot
 from torch import nn
+
+# -- hooks -----------------------------------------------------------------------------------------
 
 
 class Network(nn.Module):
@@ -19,8 +19,7 @@ class Network(nn.Module):
         self.second, self.head = nn.Linear(32, 32), nn.Linear(32, 4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.head(F.gelu(self.second(self.norm(self.first(x)))))
-        return out
+        return self.head(F.gelu(self.second(self.norm(self.first(x)))))
 
 
 def train(way: Way, model: nn.Module, optimizer: Any, planted: int | None = 2) -> None:
@@ -58,29 +57,26 @@ def test_hooks_put_on_the_model_itself_between_steps(way: Way) -> None:
 
 
 @MOSTLY_O1
+@agreeing()
 def test_activations_collected_by_forward_hooks(way: Way) -> None:
     """A penalty on features that hooks caught: gradients enter in the middle of the model."""
+    model = Network()
+    features: dict[str, torch.Tensor] = {}
 
-    def loop(way: Way) -> None:
-        model = Network()
-        features: dict[str, torch.Tensor] = {}
+    def catch(name: str) -> Any:
+        def hook(module: nn.Module, args: Any, out: torch.Tensor) -> None:
+            features[name] = out
 
-        def catch(name: str) -> Any:
-            def hook(module: nn.Module, args: Any, out: torch.Tensor) -> None:
-                features[name] = out
+        return hook
 
-            return hook
-
-        model.first.register_forward_hook(catch("first"))
-        model.second.register_forward_hook(catch("second"))
-        way.model(model)
-        optimizer = way.optimizer(torch.optim.SGD(model.parameters(), lr=0.2))
-        x, y = torch.randn(4, 8, 16), torch.randint(4, (4, 8))
-        for step, update in way.updates(4, model, optimizer, planted=2):
-            loss = F.cross_entropy(model(x[step]), y[step])
-            update(loss + 0.1 * features["first"].square().mean() + features["second"].abs().mean())
-
-    agree(way, loop)
+    model.first.register_forward_hook(catch("first"))
+    model.second.register_forward_hook(catch("second"))
+    way.model(model)
+    optimizer = way.optimizer(torch.optim.SGD(model.parameters(), lr=0.2))
+    x, y = torch.randn(4, 8, 16), torch.randint(4, (4, 8))
+    for step, update in way.updates(4, model, optimizer, planted=2):
+        loss = F.cross_entropy(model(x[step]), y[step])
+        update(loss + 0.1 * features["first"].square().mean() + features["second"].abs().mean())
 
 
 @WAYS
@@ -127,3 +123,156 @@ def test_gradients_clipped_by_hooks_on_o2_parameters() -> None:
         train(way, model, optimizer)
 
     agree(O2, loop, tolerance=0.05)
+
+
+# -- steps in the backward, and by hand ------------------------------------------------------------
+
+
+def network() -> nn.Module:
+    return nn.Sequential(nn.Linear(16, 32), nn.LayerNorm(32), nn.GELU(), nn.Linear(32, 5))
+
+
+DATA = torch.Generator().manual_seed(7)
+X, Y = torch.randn(5, 8, 16, generator=DATA), torch.randint(5, (5, 8), generator=DATA)
+
+
+@WAYS
+@agreeing()
+def test_one_optimizer_for_each_parameter_in_the_backward(way: Way) -> None:
+    """As in torch's tutorial: step and free each gradient as soon as it is accumulated."""
+    model = way.model(network())
+    stepping_in_the_backward(way, model, lambda p: torch.optim.SGD([p], lr=0.1))
+    for step, factor in way.steps(4, model, planted=2):
+        loss = F.cross_entropy(model(X[step]), Y[step])
+        (loss * factor).backward()
+        way.log(loss)
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_adam_in_the_backward() -> None:
+    def loop(way: Way) -> None:
+        model = way.model(network())
+        optimizers = stepping_in_the_backward(way, model)
+        for step, factor in way.steps(4, model, *optimizers, planted=2):
+            loss = F.cross_entropy(model(X[step]), Y[step])
+            (loss * factor).backward()
+            way.log(loss)
+
+    agree(O1, loop, tolerance=0.1)
+
+
+def adam(parameter: torch.Tensor) -> torch.optim.Optimizer:
+    return torch.optim.Adam([parameter], lr=1e-2, eps=1e-3)
+
+
+def stepping_in_the_backward(
+    way: Way, model: nn.Module, make: Callable[[torch.Tensor], torch.optim.Optimizer] = adam
+) -> list[torch.optim.Optimizer]:
+    optimizers: Any = {p: way.optimizer(make(p)) for p in model.parameters()}
+
+    def hook(parameter: torch.Tensor) -> None:
+        optimizers[parameter].step()
+        optimizers[parameter].zero_grad()
+
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(hook)
+    return list(optimizers.values())
+
+
+@pytest.mark.parametrize("way", [O1, O2], ids=str)
+def test_an_overflow_that_begins_half_way_down(way: Way) -> None:
+    """The layers above were stepped before it, with finite gradients; those below must not be."""
+    way = way.again
+    model: Any = way.model(Halves())
+    optimizers = stepping_in_the_backward(way, model)
+    for step in range(4):
+        before = snapshot([model.below]), snapshot([model.above])
+        model.factor = 1e30 if step == 2 else 1.0
+        F.cross_entropy(model(X[step]), Y[step]).backward()
+        assert finite(model, *optimizers)
+        if step == 2:
+            assert same(before[0], snapshot([model.below]))
+            assert not same(before[1], snapshot([model.above]))
+
+
+class Halves(nn.Module):
+    """A factor on the gradient between two layers, which are two graphs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.below, self.above, self.factor = nn.Linear(16, 32), nn.Linear(32, 5), 1.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.below(x)
+        torch._dynamo.graph_break()
+        h.register_hook(lambda g: g * self.factor)
+        return self.above(h)
+
+
+@PLAIN
+@pytest.mark.parametrize("how", ["in place", "data", "foreach", "copy_"])
+@agreeing()
+def test_an_update_by_hand(how: str, way: Way) -> None:
+    """`with torch.no_grad(): p -= lr * p.grad`, and its relatives."""
+    model = way.model(network())
+    for step, _ in way.steps(4, model):
+        loss = F.cross_entropy(model(X[step]), Y[step])
+        model.zero_grad()
+        loss.backward()
+        if how == "data":
+            for p in model.parameters():
+                p.data.add_(p.grad, alpha=-0.1)
+        elif how == "foreach":
+            with torch.no_grad():
+                torch._foreach_add_(
+                    list(model.parameters()), [p.grad for p in model.parameters()], alpha=-0.1
+                )
+        else:
+            with torch.no_grad():
+                for p in model.parameters():
+                    if how == "in place":
+                        p -= 0.1 * p.grad
+                    else:
+                        p.copy_(p - 0.1 * p.grad)
+        way.log(loss)
+
+
+@PLAIN
+@agreeing()
+def test_a_momentum_by_hand_that_looks_before_it_steps(way: Way) -> None:
+    """The careful version: a step whose gradients are not finite is left out by the user."""
+    model = way.model(network())
+    momentum = [torch.zeros_like(p) for p in model.parameters()]
+    for step, factor in way.steps(4, model, *momentum, planted=2):
+        model.zero_grad()
+        loss = F.cross_entropy(model(X[step]), Y[step])
+        (loss * factor).backward()
+        way.log(loss)
+        grads = [p.grad for p in model.parameters() if p.grad is not None]
+        if not all(g.isfinite().all() for g in grads) or (way.plain and way.planting):
+            continue
+        with torch.no_grad():
+            for p, m, g in zip(model.parameters(), momentum, grads, strict=True):
+                m.mul_(0.9).add_(g)
+                p.sub_(m, alpha=0.1)
+
+
+def by_autograd_grad(way: Way) -> None:
+    model = way.model(network())
+    optimizer = way.optimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    for step, factor in way.steps(4, model, optimizer, planted=2):
+        loss = F.cross_entropy(model(X[step]), Y[step])
+        grads = torch.autograd.grad(loss * factor, list(model.parameters()))
+        for p, g in zip(model.parameters(), grads, strict=True):
+            p.grad = g
+        optimizer.step()
+        way.log(loss)
+
+
+@PLAIN
+def test_gradients_by_autograd_grad_assigned_by_hand(way: Way) -> None:
+    agree(way, by_autograd_grad)
+
+
+def test_gradients_assigned_by_hand_at_o2() -> None:
+    agree(O2, by_autograd_grad)

@@ -1,14 +1,15 @@
-"""Several losses and backwards: multi-task training, LBFGS, backwards that are thrown away."""
-
-from __future__ import annotations
+"""Several losses and backwards: multi-task training, LBFGS, backwards that are thrown away; and
+activation checkpointing of both kinds.
+"""
 
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from loops import MOSTLY_O1, O1, O2, PLAIN, WAYS, Way, agree
+from loops import MOSTLY_O1, O1, O2, PLAIN, WAYS, Way, agreeing
 from torch import nn
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 
 class Tasks(nn.Module):
@@ -27,62 +28,54 @@ X, Y, Z = torch.randn(4, 8, 16), torch.randint(4, (4, 8)), torch.randn(4, 8)
 
 @WAYS
 @pytest.mark.parametrize("hit", [0, 1], ids=["first", "second"])
+@agreeing()
 def test_two_backwards_through_one_graph(hit: int, way: Way) -> None:
     """The overflow is in one of them; the other's gradients are fine, and must not be applied."""
-
-    def loop(way: Way) -> None:
-        model = way.model(Tasks())
-        optimizer = way.optimizer(torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9))
-        for step, factor in way.steps(4, model, optimizer, planted=2):
-            optimizer.zero_grad()
-            kind, size = model(X[step])
-            losses = [F.cross_entropy(kind, Y[step]), F.mse_loss(size, Z[step])]
-            (losses[0] * (factor if hit == 0 else 1)).backward(retain_graph=True)
-            (losses[1] * (factor if hit == 1 else 1)).backward()
-            optimizer.step()
-            way.log(losses[0])
-            way.log(losses[1])
-
-    agree(way, loop)
+    model = way.model(Tasks())
+    optimizer = way.optimizer(torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9))
+    for step, factor in way.steps(4, model, optimizer, planted=2):
+        optimizer.zero_grad()
+        kind, size = model(X[step])
+        losses = [F.cross_entropy(kind, Y[step]), F.mse_loss(size, Z[step])]
+        (losses[0] * (factor if hit == 0 else 1)).backward(retain_graph=True)
+        (losses[1] * (factor if hit == 1 else 1)).backward()
+        optimizer.step()
+        way.log(losses[0])
+        way.log(losses[1])
 
 
 @MOSTLY_O1
+@agreeing()
 def test_tasks_that_take_turns(way: Way) -> None:
     """A forward for each task, gradients accumulated over both, one head unused in each."""
-
-    def loop(way: Way) -> None:
-        model = way.model(Tasks())
-        optimizer = way.optimizer(torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9))
-        for step, factor in way.steps(4, model, optimizer, planted=2):
-            optimizer.zero_grad()
-            first = F.cross_entropy(model(X[step])[0], Y[step])
-            (first * factor).backward()
-            second = F.mse_loss(model(X[step])[1], Z[step])
-            second.backward()
-            optimizer.step()
-            way.log(first)
-            way.log(second)
-
-    agree(way, loop)
+    model = way.model(Tasks())
+    optimizer = way.optimizer(torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9))
+    for step, factor in way.steps(4, model, optimizer, planted=2):
+        optimizer.zero_grad()
+        first = F.cross_entropy(model(X[step])[0], Y[step])
+        (first * factor).backward()
+        second = F.mse_loss(model(X[step])[1], Z[step])
+        second.backward()
+        optimizer.step()
+        way.log(first)
+        way.log(second)
 
 
 @PLAIN
+@agreeing(tolerance=0.1, bf16=0.3)
 def test_lbfgs_with_a_closure(way: Way) -> None:
-    def loop(way: Way) -> None:
-        model = way.model(Tasks())
-        optimizer = way.optimizer(torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3))
-        for step, _ in way.steps(2, model):
+    model = way.model(Tasks())
+    optimizer = way.optimizer(torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3))
+    for step, _ in way.steps(2, model):
 
-            def closure(step: int = step) -> torch.Tensor:
-                optimizer.zero_grad()
-                kind, size = model(X[step])
-                loss = F.cross_entropy(kind, Y[step]) + F.mse_loss(size, Z[step])
-                loss.backward()
-                return loss
+        def closure(step: int = step) -> torch.Tensor:
+            optimizer.zero_grad()
+            kind, size = model(X[step])
+            loss = F.cross_entropy(kind, Y[step]) + F.mse_loss(size, Z[step])
+            loss.backward()
+            return loss
 
-            way.log(optimizer.step(closure))  # type: ignore[arg-type]
-
-    agree(way, loop, tolerance=0.1 if way.dtype is torch.float16 else 0.3)
+        way.log(optimizer.step(closure))  # type: ignore[arg-type]
 
 
 def test_lbfgs_survives_an_overflow() -> None:
@@ -109,47 +102,122 @@ def test_lbfgs_survives_an_overflow() -> None:
     assert losses[-1] < losses[3] < losses[0]
 
 
-@pytest.mark.parametrize(
-    "way",
-    [pytest.param(O1, id="O1"), pytest.param(O2, id="O2")],
-)
+@pytest.mark.parametrize("way", [pytest.param(O1, id="O1"), pytest.param(O2, id="O2")])
+@agreeing()
 def test_a_backward_thrown_away(way: Way) -> None:
     """Its overflow is nobody's business: the next step counts as if it had not been."""
-
-    def loop(way: Way) -> None:
-        model = way.model(Tasks())
-        optimizer = way.optimizer(torch.optim.SGD(model.parameters(), lr=0.2))
-        for step, factor in way.steps(4, model, optimizer, planted=2):
+    model = way.model(Tasks())
+    optimizer = way.optimizer(torch.optim.SGD(model.parameters(), lr=0.2))
+    for step, factor in way.steps(4, model, optimizer, planted=2):
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(X[step])[0], Y[step]) * factor
+        loss.backward()
+        norm = nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+        if not torch.isfinite(norm) or (way.plain and way.planting):
             optimizer.zero_grad()
-            loss = F.cross_entropy(model(X[step])[0], Y[step]) * factor
-            loss.backward()
-            norm = nn.utils.get_total_norm(
-                [p.grad for p in model.parameters() if p.grad is not None]
-            )
-            if not torch.isfinite(norm) or (way.plain and way.planting):
-                optimizer.zero_grad()
-                continue
-            optimizer.step()
-            way.log(loss)
-
-    agree(way, loop)
+            continue
+        optimizer.step()
+        way.log(loss)
 
 
 @WAYS
+@agreeing()
 def test_a_forward_thrown_away(way: Way) -> None:
     """`if not torch.isfinite(loss): continue`, before any backward."""
-
-    def loop(way: Way) -> None:
-        model = way.model(Tasks())
-        optimizer = way.optimizer(torch.optim.SGD(model.parameters(), lr=0.2))
-        for step, factor in way.steps(4, model, optimizer, planted=2):
-            loss = F.mse_loss(model(X[step])[1] * factor, Z[step])
-            if not torch.isfinite(loss) or (way.plain and way.planting):
-                optimizer.zero_grad()
-                continue
+    model = way.model(Tasks())
+    optimizer = way.optimizer(torch.optim.SGD(model.parameters(), lr=0.2))
+    for step, factor in way.steps(4, model, optimizer, planted=2):
+        loss = F.mse_loss(model(X[step])[1] * factor, Z[step])
+        if not torch.isfinite(loss) or (way.plain and way.planting):
             optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            way.log(loss)
+            continue
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        way.log(loss)
 
-    agree(way, loop)
+
+# -- activation checkpointing ----------------------------------------------------------------------
+
+
+KINDS = pytest.mark.parametrize(
+    "reentrant", [pytest.param(False, id="new"), pytest.param(True, id="reentrant")]
+)
+
+
+def block() -> nn.Module:
+    return nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 48), nn.GELU(), nn.Linear(48, 32))
+
+
+class Deep(nn.Module):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.blocks, self.head = nn.Sequential(block(), block()), nn.Linear(32, 5)
+        self.how, self.reentrant = how, "reentrant" in how
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if "sequential" in self.how:
+            x = checkpoint_sequential(self.blocks, 2, x, use_reentrant=self.reentrant)
+        for one in self.blocks if "loop" in self.how else ():
+            x = x + checkpoint(one, x, use_reentrant=self.reentrant)
+            if "broken" in self.how:
+                torch._dynamo.graph_break()
+        return self.head(x)
+
+
+@WAYS
+@pytest.mark.parametrize(
+    "how", ["loop", "reentrant loop", "sequential", "reentrant sequential", "reentrant broken loop"]
+)
+@agreeing()
+def test_checkpoints_inside_the_compiled_model(how: str, way: Way) -> None:
+    """All products are in graphs: strict. The input needs a gradient, as the reentrant kind demands
+    of it.
+    """
+    model = way.model(Deep(how))
+    optimizer = way.optimizer(torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9))
+    x, y = torch.randn(4, 8, 32), torch.randint(5, (4, 8))
+    for step, update in way.updates(4, model, optimizer, planted=2):
+        update(F.cross_entropy(model(x[step].requires_grad_()), y[step]))
+
+
+@pytest.mark.slow_rows("a loop in each way of training, against FP64")
+@WAYS
+@KINDS
+@agreeing()
+def test_compiled_blocks_inside_a_checkpoint(reentrant: bool, way: Way) -> None:
+    """The loop is plain, each block is compiled, and runs its forward twice."""
+    blocks = [way.model(block()) for _ in range(2)]
+    parameters = [p for b in blocks for p in b.parameters()]
+    optimizer = way.optimizer(torch.optim.SGD(parameters, lr=0.2))
+    x, y = torch.randn(4, 8, 32), torch.randn(4, 8, 32)
+    for step, update in way.updates(4, *blocks, optimizer, planted=2):
+        h = x[step].requires_grad_()
+        for one in blocks:
+            h = h + checkpoint(one, h, use_reentrant=reentrant)
+        update(F.mse_loss(h, y[step]))
+
+
+@MOSTLY_O1
+@KINDS
+@agreeing()
+def test_checkpoint_sequential(reentrant: bool, way: Way) -> None:
+    blocks = [way.model(block()) for _ in range(3)]
+    model = nn.Sequential(*blocks)
+    optimizer = way.optimizer(torch.optim.SGD(model.parameters(), lr=0.2))
+    x, y = torch.randn(3, 8, 32), torch.randn(3, 8, 32)
+    for step, update in way.updates(3, model, optimizer, planted=1):
+        out = checkpoint_sequential(blocks, 2, x[step].requires_grad_(), use_reentrant=reentrant)
+        update(F.mse_loss(out, y[step]))
+
+
+@WAYS
+@agreeing()
+def test_a_block_that_has_run_before_inside_a_checkpoint(way: Way) -> None:
+    model = way.model(block())
+    optimizer = way.optimizer(torch.optim.SGD(model.parameters(), lr=0.2))
+    x, y = torch.randn(3, 8, 32), torch.randn(3, 8, 32)
+    model(x[0].clone().requires_grad_()).sum().backward()
+    for step, update in way.updates(3, model, optimizer, planted=1):
+        out = checkpoint(model, x[step].requires_grad_(), use_reentrant=False)
+        update(F.mse_loss(out, y[step]))

@@ -1,13 +1,11 @@
 """Recurrent models: packed sequences with CTC, attention with teacher forcing, truncated BPTT."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from loops import MOSTLY_O1, WAYS, Way, agree
+from loops import MOSTLY_O1, WAYS, Way, agreeing
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from versions import since
@@ -36,18 +34,16 @@ class Speech(nn.Module):
 @since("2.13", "Dynamo itself can't trace these RNNs")
 @pytest.mark.filterwarnings("ignore:mpcompile. .* gru ran as torch runs them")  # a packed sequence
 @WAYS
+@agreeing(tolerance=0.05, bf16=0.25)
 def test_convolution_packed_gru_and_ctc(way: Way) -> None:
-    def loop(way: Way) -> None:
-        model = way.model(Speech(), strict=False)
-        optimizer = way.optimizer(torch.optim.SGD(model.parameters(), lr=0.1), max_grad_norm=5.0)
-        criterion = nn.CTCLoss(zero_infinity=True)
-        data, targets = torch.randn(4, 4, 12, 40), torch.randint(1, 6, (4, 4, 5))
-        lengths, target_lengths = torch.tensor([40, 31, 36, 22]), torch.tensor([5, 3, 4, 2])
-        for step, update in way.updates(4, model, optimizer, planted=2):
-            log_probs, out_lengths = model(data[step], lengths)
-            update(criterion(log_probs.transpose(0, 1), targets[step], out_lengths, target_lengths))
-
-    agree(way, loop, tolerance=0.25 if way.dtype is torch.bfloat16 else 0.05)
+    model = way.model(Speech(), strict=False)
+    optimizer = way.optimizer(torch.optim.SGD(model.parameters(), lr=0.1), max_grad_norm=5.0)
+    criterion = nn.CTCLoss(zero_infinity=True)
+    data, targets = torch.randn(4, 4, 12, 40), torch.randint(1, 6, (4, 4, 5))
+    lengths, target_lengths = torch.tensor([40, 31, 36, 22]), torch.tensor([5, 3, 4, 2])
+    for step, update in way.updates(4, model, optimizer, planted=2):
+        log_probs, out_lengths = model(data[step], lengths)
+        update(criterion(log_probs.transpose(0, 1), targets[step], out_lengths, target_lengths))
 
 
 class Encoder(nn.Module):
@@ -94,41 +90,35 @@ class Seq2Seq(nn.Module):
 
 @since("2.13", "Dynamo itself can't trace these RNNs")
 @MOSTLY_O1
+@agreeing()
 def test_seq2seq_with_attention_and_teacher_forcing(way: Way) -> None:
     """The program differs from step to step, by which tokens are forced."""
-
-    def loop(way: Way) -> None:
-        model = way.model(Seq2Seq())
-        optimizer = way.optimizer(torch.optim.SGD(model.parameters(), lr=0.5))
-        source, target = torch.randint(20, (4, 4, 6)), torch.randint(20, (4, 4, 5))
-        forced = [[True] * 4, [True, True, False, True], [True] * 4, [True] * 4]
-        # What the model itself would say next is taken once only: where rounding makes it say
-        # another word, FP32 is no reference.
-        for step, update in way.updates(4, model, optimizer, planted=2):
-            logits = model(source[step], target[step], forced[step])
-            update(F.cross_entropy(logits.flatten(0, 1), target[step, :, 1:].flatten()))
-
-    agree(way, loop)
+    model = way.model(Seq2Seq())
+    optimizer = way.optimizer(torch.optim.SGD(model.parameters(), lr=0.5))
+    source, target = torch.randint(20, (4, 4, 6)), torch.randint(20, (4, 4, 5))
+    forced = [[True] * 4, [True, True, False, True], [True] * 4, [True] * 4]
+    # What the model itself would say next is taken once only: where rounding makes it say
+    # another word, FP32 is no reference.
+    for step, update in way.updates(4, model, optimizer, planted=2):
+        logits = model(source[step], target[step], forced[step])
+        update(F.cross_entropy(logits.flatten(0, 1), target[step, :, 1:].flatten()))
 
 
 @WAYS
+@agreeing()
 def test_encoder_and_decoder_compiled_apart(way: Way) -> None:
     """The official tutorial's shape: two models, two optimizers, the loop over tokens outside."""
-
-    def loop(way: Way) -> None:
-        encoder, decoder = way.model(Encoder()), way.model(Decoder())
-        optimizers = [way.optimizer(torch.optim.SGD(m.parameters(), lr=0.5))
-                      for m in (encoder, decoder)]  # fmt: skip
-        source, target = torch.randint(20, (4, 4, 6)), torch.randint(20, (4, 4, 5))
-        for step, update in way.updates(4, encoder, decoder, *optimizers, planted=2):
-            memory, (h, c) = encoder(source[step])
-            state, loss = (h[0], c[0]), torch.zeros(())
-            for t in range(4):
-                logits, state = decoder(target[step, :, t], state, memory)
-                loss = loss + F.cross_entropy(logits, target[step, :, t + 1])
-            update(loss)
-
-    agree(way, loop)
+    encoder, decoder = way.model(Encoder()), way.model(Decoder())
+    optimizers = [way.optimizer(torch.optim.SGD(m.parameters(), lr=0.5))
+                  for m in (encoder, decoder)]  # fmt: skip
+    source, target = torch.randint(20, (4, 4, 6)), torch.randint(20, (4, 4, 5))
+    for step, update in way.updates(4, encoder, decoder, *optimizers, planted=2):
+        memory, (h, c) = encoder(source[step])
+        state, loss = (h[0], c[0]), torch.zeros(())
+        for t in range(4):
+            logits, state = decoder(target[step, :, t], state, memory)
+            loss = loss + F.cross_entropy(logits, target[step, :, t + 1])
+        update(loss)
 
 
 class LanguageModel(nn.Module):
@@ -147,38 +137,32 @@ def detached(state: Any) -> Any:
 
 
 @WAYS
+@agreeing()
 def test_truncated_bptt(way: Way) -> None:
     """The state of one chunk, detached, begins the next; a long way back nothing is forgotten."""
-
-    def loop(way: Way) -> None:
-        model = way.model(LanguageModel())
-        optimizer = way.optimizer(torch.optim.SGD(model.parameters(), lr=0.5), max_grad_norm=1.0)
-        text = torch.randint(20, (4, 41))
-        state = None
-        for step, update in way.updates(5, model, optimizer, planted=2):
-            chunk = text[:, step * 8 : step * 8 + 9]
-            if state is not None:
-                state = detached(state)
-            logits, state = model(chunk[:, :-1], state)
-            update(F.cross_entropy(logits.flatten(0, 1), chunk[:, 1:].flatten()))
-
-    agree(way, loop)
+    model = way.model(LanguageModel())
+    optimizer = way.optimizer(torch.optim.SGD(model.parameters(), lr=0.5), max_grad_norm=1.0)
+    text = torch.randint(20, (4, 41))
+    state = None
+    for step, update in way.updates(5, model, optimizer, planted=2):
+        chunk = text[:, step * 8 : step * 8 + 9]
+        if state is not None:
+            state = detached(state)
+        logits, state = model(chunk[:, :-1], state)
+        update(F.cross_entropy(logits.flatten(0, 1), chunk[:, 1:].flatten()))
 
 
 @WAYS
+@agreeing()
 def test_gradients_through_a_state_that_is_not_detached(way: Way) -> None:
     """Two chunks, one backward: gradients go from graph to graph through the state."""
-
-    def loop(way: Way) -> None:
-        model = way.model(LanguageModel())
-        optimizer = way.optimizer(torch.optim.SGD(model.parameters(), lr=0.5))
-        text = torch.randint(20, (3, 4, 17))
-        for step, update in way.updates(3, model, optimizer, planted=1):
-            state, total = None, torch.zeros(())
-            for start in (0, 8):
-                chunk = text[step, :, start : start + 9]
-                logits, state = model(chunk[:, :-1], state)
-                total = total + F.cross_entropy(logits.flatten(0, 1), chunk[:, 1:].flatten())
-            update(total)
-
-    agree(way, loop)
+    model = way.model(LanguageModel())
+    optimizer = way.optimizer(torch.optim.SGD(model.parameters(), lr=0.5))
+    text = torch.randint(20, (3, 4, 17))
+    for step, update in way.updates(3, model, optimizer, planted=1):
+        state, total = None, torch.zeros(())
+        for start in (0, 8):
+            chunk = text[step, :, start : start + 9]
+            logits, state = model(chunk[:, :-1], state)
+            total = total + F.cross_entropy(logits.flatten(0, 1), chunk[:, 1:].flatten())
+        update(total)

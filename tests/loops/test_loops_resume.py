@@ -1,7 +1,5 @@
 """A run that is stopped and resumed in a new process ends as if it had not been, bit for bit."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -7,8 +7,6 @@ the same batch, by the median of the batches; and so for each parameter, plus on
 low dtype.
 """
 
-from __future__ import annotations
-
 import re
 import warnings
 from collections.abc import Iterable, Sequence
@@ -19,17 +17,7 @@ from typing import Any
 import pytest
 import torch
 from public_programs import SCRIPTS, Script
-from public_runs import (
-    AUTOCAST,
-    FP32,
-    FP64,
-    WAYS,
-    Running,
-    States,
-    products,
-    running,
-    widened,
-)
+from public_runs import AUTOCAST, FP32, FP64, WAYS, Running, States, products, running, widened
 from torch import Tensor
 
 from mpcompile import MPCompileWarning

@@ -1,7 +1,5 @@
 """emit: what comes out computes what the graph says, whatever compiles it."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """emit: RNNs stay fused, of every kind."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """emit: what crosses the cuts around an RNN, and where there is no place for a cut."""
 
-from __future__ import annotations
-
 import weakref
 
 import pytest

@@ -1,7 +1,5 @@
 """Around an RNN of which nothing runs low, only what gains by it is compiled."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

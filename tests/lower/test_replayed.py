@@ -2,8 +2,6 @@
 what `compile_inference` returns: Inductor's own callable, and what it needs to live.
 """
 
-from __future__ import annotations
-
 import gc
 import weakref
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """oneDNN's LSTM layer in a graph: what runs returns what its fake says, on every torch."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

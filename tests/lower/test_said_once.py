@@ -1,7 +1,5 @@
 """What a library says once in a process ends no graph: `Logger.warning_once` of transformers."""
 
-from __future__ import annotations
-
 import functools
 import logging
 from collections.abc import Callable

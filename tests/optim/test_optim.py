@@ -1,7 +1,5 @@
 """MPOptimizer in a training loop: whatever the loop does, what plain PyTorch would have made."""
 
-from __future__ import annotations
-
 import copy
 import functools
 from collections.abc import Callable, Sequence

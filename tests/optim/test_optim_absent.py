@@ -2,8 +2,6 @@
 without tokens. Each parameter is what plain PyTorch makes of it.
 """
 
-from __future__ import annotations
-
 import functools
 import warnings
 from collections.abc import Iterator
@@ -313,8 +311,7 @@ class Layers(nn.Module):
         for layer, keep in zip(self.layers, kept, strict=True):
             if keep:
                 x = x + torch.relu(layer(x))
-        out: torch.Tensor = self.head(x)
-        return out
+        return self.head(x)
 
 
 @pytest.mark.slow("steps of many patterns of absent gradients")

@@ -1,7 +1,5 @@
 """Optimizers that have a `train()` and an `eval()`: an MPOptimizer hands them on."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest

@@ -5,8 +5,6 @@ optimizer makes of the eighteen others. The first has a learning rate of zero, a
 some elements never see a gradient.
 """
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What a step decides: of which gradients it skips, by what it clips, how the loss scales move."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What a step asks of all tensors at once is answered as one by one."""
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """torch's fused kernels as the update of a step: where they serve, and what must not reach them."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """MPOptimizer over any gradients and memory layouts: the parameters that plain PyTorch makes."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

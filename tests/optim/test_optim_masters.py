@@ -1,7 +1,5 @@
 """FP32 masters of parameters that are BF16 or FP16 themselves, beside masters kept by hand."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Whether a step is like the one before: what the facts of `optim/rests_on.py` notice."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """MPOptimizer and settings of param groups, which change between steps as in plain PyTorch."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """MPOptimizer over sharded parameters: FSDP2's and others' DTensors, on processes that use gloo."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -50,8 +48,7 @@ class Net(nn.Module):
         self.fc1, self.fc2 = nn.Linear(6, 5), nn.Linear(5, 3)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = self.fc2(torch.tanh(self.fc1(x)))
-        return y
+        return self.fc2(torch.tanh(self.fc1(x)))
 
 
 def whole(tensors: Iterable[torch.Tensor]) -> torch.Tensor:

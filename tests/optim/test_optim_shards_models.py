@@ -1,7 +1,5 @@
 """MPOptimizer over FSDP2's shards of compiled models, at O1 and O2 in FP16, on two processes."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Checkpoints of an MPOptimizer: to and from plain PyTorch, copies, and runs taken up again."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import io
@@ -228,8 +226,7 @@ class Tower(nn.Module):
         self.trunk, self.head = trunk, nn.Linear(16, 4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.head(self.trunk(x))
-        return out
+        return self.head(self.trunk(x))
 
 
 def towers() -> tuple[list[Tower], MPOptimizer]:

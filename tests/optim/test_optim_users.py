@@ -1,7 +1,5 @@
 """Optimizers people write themselves: what is compiled, and what is refused in which words."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """O2's working copies stored padded: training doesn't know, and the zeros stay zeros."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

@@ -2,8 +2,6 @@
 which then has nothing left to pad.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """The Tensor Core report, and the view of products that it counts with."""
 
-from __future__ import annotations
-
 import json
 import math
 from typing import Any

@@ -1,7 +1,5 @@
 """`disable_passes=`: each pass that may be left out is, alone; the others refuse."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

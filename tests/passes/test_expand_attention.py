@@ -1,8 +1,6 @@
 """expand_attention: BF16 attention on the CPU as two products around an FP32 softmax."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -74,18 +72,32 @@ def test_causal_in_any_shape(level: str, shape: tuple[int, ...]) -> None:
     assert is_expanded(run(causal, *qkv(*shape), level=level))
 
 
-@pytest.mark.parametrize("keys", [5, 23])
-def test_causal_with_another_number_of_keys(keys: int) -> None:
-    assert is_expanded(run(causal, *qkv(2, 11, 8, keys=keys)))
+def checkpointed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    attention = F.scaled_dot_product_attention
+    return torch.utils.checkpoint.checkpoint(attention, q, k, v, use_reentrant=False)
 
 
-@LEVELS
-def test_additive_mask_that_learns_and_a_scale(level: str) -> None:
-    def program(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=0.3)
+EXPANDED: dict[str, tuple[Callable[..., Tensor], Callable[[], Sequence[Tensor]]]] = {
+    "causal, with fewer keys": (causal, lambda: qkv(2, 11, 8, keys=5)),
+    "causal, with more keys": (causal, lambda: qkv(2, 11, 8, keys=23)),
+    "an additive mask that learns, and a scale": (
+        lambda q, k, v, mask: F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=0.3),
+        lambda: (*qkv(2, 3, 16, 8), torch.randn(3, 16, 16).requires_grad_()),
+    ),
+    "several readers of one value": (
+        lambda x: F.scaled_dot_product_attention(x, x, x) + x, lambda: qkv(2, 16, 8)[:1]
+    ),
+    "inside a checkpoint": (checkpointed, lambda: qkv(2, 3, 16, 8)),
+}  # fmt: skip
 
-    mask = torch.randn(3, 16, 16).requires_grad_()
-    assert is_expanded(run(program, *qkv(2, 3, 16, 8), mask, level=level))
+
+@pytest.mark.parametrize(
+    ("case", "level"),
+    [*((case, "O1") for case in EXPANDED), ("an additive mask that learns, and a scale", "O2")],
+)
+def test_what_is_expanded(case: str, level: str) -> None:
+    program, inputs = EXPANDED[case]
+    assert is_expanded(run(program, *inputs(), level=level))
 
 
 @LEVELS
@@ -120,23 +132,14 @@ def test_dropout_zeroes_and_rescales_whole_positions() -> None:
     assert 0.4 < (weights == 0).float().mean() < 0.6
 
 
-def test_leaves_other_dtypes_alone() -> None:
-    seen = check(F.scaled_dot_product_attention, *qkv(2, 3, 16, 8), dtype=torch.float16)
-    assert not is_expanded(seen)
-
-
-def test_leaves_long_sequences_alone() -> None:
-    seen = run(F.scaled_dot_product_attention, *qkv(1, LONGEST + 1, 8))
-    assert not is_expanded(seen)
-
-
-def test_leaves_grouped_heads_alone() -> None:
-    def program(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
-
-    query = torch.randn(2, 4, 16, 8).requires_grad_()
-    seen = run(program, query, *qkv(2, 2, 16, 8)[1:])
-    assert not is_expanded(seen)
+def test_what_is_left() -> None:
+    """In FP16; of long sequences; with heads in groups."""
+    attention = F.scaled_dot_product_attention
+    assert not is_expanded(check(attention, *qkv(2, 3, 16, 8), dtype=torch.float16))
+    assert not is_expanded(run(attention, *qkv(1, LONGEST + 1, 8)))
+    (query, *_), (_, key, value) = qkv(2, 4, 16, 8), qkv(2, 2, 16, 8)
+    grouped = lambda q, k, v: attention(q, k, v, enable_gqa=True)  # noqa: E731
+    assert not is_expanded(run(grouped, query, key, value))
 
 
 @pytest.mark.parametrize("word", ["full", "keep"])
@@ -144,21 +147,6 @@ def test_the_users_word_keeps_the_kernel(word: str) -> None:
     policy = Policy(**{word: [ATTENTION]})
     seen = run(F.scaled_dot_product_attention, *qkv(2, 3, 16, 8), policy=policy)
     assert "matmul" not in seen.ops("LOW")
-
-
-def test_several_readers_of_one_value() -> None:
-    def program(x: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(x, x, x) + x
-
-    assert is_expanded(run(program, qkv(2, 16, 8)[0]))
-
-
-def test_inside_a_checkpoint() -> None:
-    def program(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        attention = F.scaled_dot_product_attention
-        return torch.utils.checkpoint.checkpoint(attention, q, k, v, use_reentrant=False)
-
-    assert is_expanded(run(program, *qkv(2, 3, 16, 8)))
 
 
 def test_symbolic_batch_sizes() -> None:

@@ -1,7 +1,5 @@
 """linear_cross_entropy: the numbers of a linear layer and its cross entropy, in chunks of rows."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

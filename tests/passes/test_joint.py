@@ -1,7 +1,5 @@
 """joint: which passes run on the joint graph, how Inductor runs them, what its caches know."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib.util
 from collections.abc import Callable, Sequence

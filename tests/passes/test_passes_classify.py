@@ -1,15 +1,13 @@
 """classify: every computing node gets a class, by the first rule that applies."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from compare import leaf
-from expecttest import assert_expected_inline
 from graphs import Stage
+from module_of import module_of
 from torch import nn
 
 from mpcompile.passes.graph.classify import classify
@@ -27,9 +25,7 @@ def test_the_table() -> None:
     stage = Stage(classify, program, leaf(8, 16), leaf(16, 16))
     assert not stage.run()  # it only decides
     stage.run_twice()
-    assert_expected_inline(
-        stage.marks,
-        """\
+    stage.expect_marks("""\
 linear: LOW [table]
 gelu: FOLLOW [table]
 softmax: FULL [table]
@@ -38,18 +34,8 @@ t: FOLLOW [table]
 t_1: FOLLOW [table]
 special_bessel_j0: KEEP [table]
 add: FOLLOW [table]
-""",
-    )
+""")
     assert stage.mark("gelu").reason == "activation that grows no faster than its input"
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.b(self.a(x)).softmax(-1)  # type: ignore[no-any-return]
 
 
 def test_policy_beats_the_table_node_before_module_before_operator() -> None:
@@ -59,16 +45,14 @@ def test_policy_beats_the_table_node_before_module_before_operator() -> None:
         modules={"^a$": "low", "^b$": "keep"},
         nodes={"linear_1": "fp32"},
     )
-    stage = Stage(classify, Net(), leaf(2, 4), policy=policy)
+    net = module_of(lambda m, x: m.b(m.a(x)).softmax(-1), a=nn.Linear(4, 4), b=nn.Linear(4, 4))
+    stage = Stage(classify, net, leaf(2, 4), policy=policy)
     stage.run()
-    assert_expected_inline(
-        stage.marks,
-        """\
+    stage.expect_marks("""\
 linear: LOW [policy]
 linear_1: FULL [policy]
 softmax: LOW [policy]
-""",
-    )
+""")
     assert stage.mark("linear").reason == "policy: module '^a$'"
 
 

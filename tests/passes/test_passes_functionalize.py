@@ -1,7 +1,5 @@
 """functionalize: in-place operators become out-of-place where nobody can tell."""
 
-from __future__ import annotations
-
 import operator
 import warnings
 from collections.abc import Callable
@@ -11,7 +9,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from compare import leaf
-from expecttest import assert_expected_inline
 from graphs import Stage
 from op_db_support import OPS, samples_of
 
@@ -30,9 +27,7 @@ def test_applies_to_private_values() -> None:
 
     stage = Stage(functionalize, program, leaf(8, 16), leaf(16, 16))
     assert stage.run()
-    assert_expected_inline(
-        stage.text,
-        """\
+    stage.expect_text("""\
 x: f32[8, 16] = input
 w: f32[16, 16] = input
 linear: f32[8, 16] = linear(x, w)
@@ -40,8 +35,7 @@ relu_: f32[8, 16] = relu(linear)
 add_: f32[8, 16] = add(relu_, x)
 mul: f32[8, 16] = mul(add_, 2)
 return mul
-""",
-    )
+""")
 
 
 def test_reader_before_the_write_keeps_the_old_value() -> None:
@@ -53,9 +47,7 @@ def test_reader_before_the_write_keeps_the_old_value() -> None:
 
     stage = Stage(functionalize, program, torch.randn(4))
     stage.run_twice()
-    assert_expected_inline(
-        stage.text,
-        """\
+    stage.expect_text("""\
 x: f32[4] = input
 sin: f32[4] = sin(x)
 exp: f32[4] = exp(sin)
@@ -64,8 +56,7 @@ add: f32[4] = add(exp, mul_)
 cos: f32[4] = cos(mul_)
 add_1: f32[4] = add(add, cos)
 return add_1
-""",
-    )
+""")
 
 
 def written_input(x: torch.Tensor) -> Any:
@@ -139,9 +130,7 @@ def test_a_view_whose_base_is_not_read_again() -> None:
 
     stage = Stage(functionalize, program, torch.randn(5), dynamic=True)
     assert stage.run()
-    assert_expected_inline(
-        stage.text,
-        """\
+    stage.expect_text("""\
 x_size_0: SymInt = input
 x: f32[s0] = input
 sin: f32[s0] = sin(x)
@@ -149,8 +138,7 @@ view: f32[s0] = view(sin, [-1])
 relu_: f32[s0] = relu(view)
 add: f32[s0] = add(relu_, 1)
 return add
-""",
-    )
+""")
 
 
 # -- every in-place operator ----------------------------------------------------------------------

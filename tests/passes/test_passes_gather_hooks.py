@@ -1,13 +1,10 @@
 """gather_hooks: a hook on a value sees the gradients of all its uses, casts between them or not."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
 import torch
 from compare import LEVELS, check, fallback_reason, leaf
-from expecttest import assert_expected_inline
 from graphs import Stage
 from torch import Tensor
 from versions import since
@@ -69,9 +66,7 @@ PROGRAMS = [
 def test_applies() -> None:
     stage = Stage(gather_hooks, read_before, leaf(8, 16), leaf(16, 16))
     stage.run_twice()
-    assert_expected_inline(
-        stage.text,
-        """\
+    stage.expect_text("""\
 x: f32[8, 16] = input
 w: f32[16, 16] = input
 matmul: f32[8, 16] = matmul(x, w)
@@ -87,8 +82,7 @@ body_0:
 gradient: NoneType = input
 clamp: NoneType = clamp(gradient, -0.01, 0.01)
 return clamp
-""",
-    )
+""")
 
 
 def test_nothing_to_do() -> None:

@@ -1,7 +1,5 @@
 """keep_sources: what is cast again in the backward, and what is kept as it was."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import warnings

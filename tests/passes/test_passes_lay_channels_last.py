@@ -2,8 +2,6 @@
 and that a whole step compiled with it gives what it gives without.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -2,8 +2,6 @@
 and that the values stay the same.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection
 from typing import Any
 

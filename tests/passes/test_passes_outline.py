@@ -1,14 +1,11 @@
 """outline: checkpointed bodies go back into the operator that AOTAutograd recomputes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from compare import leaf
-from expecttest import assert_expected_inline
 from graphs import Stage
 from torch.utils.checkpoint import checkpoint
 
@@ -28,9 +25,7 @@ def test_applies() -> None:
 
     stage = Stage(outline, program, leaf(3, 4), leaf(4, 4))
     stage.run_twice()
-    assert_expected_inline(
-        stage.text,
-        """\
+    stage.expect_text("""\
 x: f32[3, 4] = input
 w: f32[4, 4] = input
 w_f16: f16[4, 4] = to(w, f16)
@@ -49,8 +44,7 @@ linear: f16[3, 4] = linear(cos_f16, w_f16)
 linear_f32: f32[3, 4] = to(linear, f32)
 exp: f32[3, 4] = exp(linear_f32)
 return exp
-""",
-    )
+""")
 
 
 def test_a_graph_without_checkpoints_is_left_alone() -> None:
@@ -95,9 +89,7 @@ def test_several_results_some_read_twice_and_a_symbolic_size() -> None:
     torch._dynamo.mark_dynamic(x, 0)
     stage = Stage(outline, program, x)
     stage.run()
-    assert_expected_inline(
-        stage.text,
-        """\
+    stage.expect_text("""\
 x_size_0: SymInt = input
 x: f32[s0, 4] = input
 checkpoint_body_0 = self.checkpoint_body_0
@@ -116,8 +108,7 @@ getitem: f32[s0, 2] = getitem(chunk, 0)
 getitem_1: f32[s0, 2] = getitem(chunk, 1)
 sin: f32[s0, 2] = sin(getitem)
 return getitem_1, sin
-""",
-    )
+""")
 
 
 def test_constants_are_handed_in() -> None:

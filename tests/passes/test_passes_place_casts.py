@@ -1,12 +1,9 @@
 """place_casts: one cast per value and dtype, right behind its producer."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F
 from compare import leaf
-from expecttest import assert_expected_inline
 from graphs import Stage
 
 from mpcompile import ir
@@ -24,9 +21,7 @@ def test_applies() -> None:
 
     stage = Stage(place_casts, program, leaf(3, 4), leaf(4, 4))
     stage.run_twice()
-    assert_expected_inline(
-        stage.text,
-        """\
+    stage.expect_text("""\
 x: f32[3, 4] = input
 w: f32[4, 4] = input
 w_f16: f16[4, 4] = to(w, f16)
@@ -38,8 +33,7 @@ softmax_f16: f16[3, 4] = to(softmax, f16)
 linear_1: f16[3, 4] = linear(softmax_f16, w_f16)
 linear_1_f32: f32[3, 4] = to(linear_1, f32)
 return linear_1_f32
-""",
-    )
+""")
 
 
 def test_several_readers_share_a_cast() -> None:
@@ -69,9 +63,7 @@ def test_symbolic_sizes() -> None:
     torch._dynamo.mark_dynamic(x, 0)
     stage = Stage(place_casts, program, x, leaf(5, 4))
     stage.run_twice()
-    assert_expected_inline(
-        stage.text,
-        """\
+    stage.expect_text("""\
 x_size_0: SymInt = input
 x: f32[s0, 4] = input
 w: f32[5, 4] = input
@@ -82,8 +74,7 @@ reshape: f16[s0 - 1, 4] = reshape(slice_1_f16, [-1, 4])
 linear: f16[s0 - 1, 5] = linear(reshape, w_f16)
 linear_f32: f32[s0 - 1, 5] = to(linear, f32)
 return linear_f32
-""",
-    )
+""")
 
 
 def test_cast_stands_where_the_value_was_made() -> None:
@@ -108,9 +99,7 @@ def test_memory_that_is_written_is_cast_at_each_use() -> None:
 
     stage = Stage(place_casts, program, leaf(3, 4), torch.randn(4, 4), torch.randn(2, 4))
     stage.run()
-    assert_expected_inline(
-        stage.text,
-        """\
+    stage.expect_text("""\
 state: f32[2, 4] = input
 w: f32[4, 4] = input
 w_f16: f16[4, 4] = to(w, f16)
@@ -123,8 +112,7 @@ linear_1: f16[2, 4] = linear(mul__f16, w_f16)
 linear_1_f32: f32[2, 4] = to(linear_1, f32)
 add: f32[2, 4] = add(linear_f32, linear_1_f32)
 return add
-""",
-    )
+""")
 
 
 def test_mask_is_clamped_by_its_cast() -> None:

@@ -1,7 +1,5 @@
 """place_pads: lanes stay where they are exact, and everybody else reads the real size."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

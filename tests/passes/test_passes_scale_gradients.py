@@ -1,14 +1,11 @@
 """scale_gradients: the scale enters at the outputs and leaves at the inputs."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from compare import leaf
-from expecttest import assert_expected_inline
 from graphs import Stage
 
 from mpcompile import ir
@@ -30,9 +27,7 @@ def test_applies() -> None:
     """X needs no gradient: it is left alone."""
     stage = scaled(linear, torch.randn(3, 4), leaf(5, 4))
     stage.run_twice()
-    assert_expected_inline(
-        stage.text,
-        """\
+    stage.expect_text("""\
 x: f32[3, 4] = input
 w: f32[5, 4] = input
 mp_scale: f32[] = input
@@ -44,8 +39,7 @@ linear: f16[3, 5] = linear(x_f16, w_f16)
 linear_f32: f32[3, 5] = to(linear, f32)
 linear_f32_scale: f32[3, 5] = mpcompile::scale_grad(linear_f32, mp_scale)
 return linear_f32_scale
-""",
-    )
+""")
 
 
 def test_not_asked_for() -> None:
@@ -63,9 +57,7 @@ def test_each_result_once_and_only_what_is_differentiable() -> None:
 
     stage = scaled(program, leaf(4))
     stage.run()
-    assert_expected_inline(
-        stage.text,
-        """\
+    stage.expect_text("""\
 x: f32[4] = input
 mp_scale: f32[] = input
 mp_found: f32[] = input
@@ -78,8 +70,7 @@ exp_scale: f32[4] = mpcompile::scale_grad(exp, mp_scale)
 exp_own: f32[4] = clone(exp_scale)
 detach_1: f32[4] = detach(exp_own)
 return exp_own, detach_1, gt, argmax
-""",
-    )
+""")
 
 
 def test_symbolic_sizes() -> None:
@@ -125,9 +116,7 @@ def test_an_input_that_is_written_is_copied_and_copied_back() -> None:
     w = leaf(4, 4)
     stage = scaled(program, w * 1, w)
     stage.run()
-    assert_expected_inline(
-        stage.text,
-        """\
+    stage.expect_text("""\
 h: f32[4, 4] = input
 w: f32[4, 4] = input
 mp_scale: f32[] = input
@@ -144,8 +133,7 @@ h_own_scale: f32[4, 4] = mpcompile::scale_grad(h_own, mp_scale)
 h_back: f32[4, 4] = copy_(h, h_own_scale)
 linear_f32_scale: f32[4, 4] = mpcompile::scale_grad(linear_f32, mp_scale)
 return linear_f32_scale
-""",
-    )
+""")
 
 
 def test_an_input_written_behind_autograds_back() -> None:

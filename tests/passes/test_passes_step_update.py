@@ -1,7 +1,5 @@
 """The passes over an optimizer's step."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from expecttest import assert_expected_inline
@@ -102,10 +100,7 @@ def test_clip_gradients_keeps_the_dtype_of_a_number() -> None:
 
 @pytest.mark.parametrize(
     ("clip", "reader"),
-    [
-        (None, "mul_tensor: f32[3] = mul({}, neg)"),
-        (0.5, "mul_tensor_1: f32[3] = mul({}, factor)"),
-    ],
+    [(None, "mul_tensor: f32[3] = mul({}, neg)"), (0.5, "mul_tensor_1: f32[3] = mul({}, factor)")],
 )
 def test_a_low_gradient_is_widened_before_all_else(clip: float | None, reader: str) -> None:
     stage = StepStage(widen_gradients, gradients=(LOW,), max_grad_norm=clip)

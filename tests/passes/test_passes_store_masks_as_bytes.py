@@ -1,7 +1,5 @@
 """store_masks_as_bytes: what it rewrites in the halves of a joint graph, and what it leaves."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """unscale_together: what it makes of a backward, that it sees each overflow, and what it leaves."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -2,8 +2,6 @@
 gradients are nearer to FP64, and every parameter of a compiled model has one.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
@@ -79,81 +77,90 @@ def test_elsewhere_nothing_changes() -> None:
     assert not Joint(linear, *linear_inputs(), device="cpu").run()
 
 
-def test_bfloat16() -> None:
-    def program(w: torch.Tensor, x: torch.Tensor, tangents: torch.Tensor) -> Any:
-        return torch.autograd.grad(F.linear(x, w.bfloat16()), w, tangents)
-
-    bf16 = torch.bfloat16
-    joint = Joint(program, weight(6, 8), torch.randn(4, 8).to(bf16), torch.randn(4, 6).to(bf16))
-    joint.run_twice()
-    assert "mm_1: f32[6, 8] = mm(permute_1, x_1, f32)" in joint.text
-
-
 def test_symbolic_sizes() -> None:
     joint = Joint(linear, *linear_inputs(), tracing_mode="symbolic")
     joint.run_twice()
     assert aten.mm.dtype in joint.targets
 
 
-def test_batched_product_and_views() -> None:
-    """A weight for each expert, stored transposed and flat."""
-
-    def program(w: torch.Tensor, x: torch.Tensor, tangents: torch.Tensor) -> Any:
-        experts = w.half().view(3, 5, 4).transpose(1, 2)
-        return torch.autograd.grad(torch.bmm(x, experts), w, tangents)
-
-    joint = widened(
-        program, weight(15, 4), torch.randn(3, 7, 4).half(), torch.randn(3, 7, 5).half()
-    )
-    assert "bmm_1: f32[3, 4, 5] = bmm(permute_1, tangents_1, f32)" in joint.text
+def half(*size: int) -> torch.Tensor:
+    return torch.randn(size).half()
 
 
-def test_bias() -> None:
-    def program(w: torch.Tensor, b: torch.Tensor, x: torch.Tensor, tangents: torch.Tensor) -> Any:
-        return torch.autograd.grad(F.linear(x, w.half(), b.half()), (w, b), tangents)
-
-    inputs = weight(6, 8), weight(6), torch.randn(2, 4, 8).half(), torch.randn(2, 4, 6).half()
-    joint = widened(program, *inputs)
-    assert "mm: f32[6, 8] = mm(permute_1, view, f32)" in joint.text
-    assert "sum_1: f32[1, 6] = sum(view_2, [0], True, dtype=f32)" in joint.text
+def grads(result: torch.Tensor, tangents: torch.Tensor, *wanted: torch.Tensor) -> Any:
+    return torch.autograd.grad(result, wanted, tangents)
 
 
-def test_a_padded_weight() -> None:
-    """What is cut off its gradient is a negative pad."""
-
-    def program(w: torch.Tensor, b: torch.Tensor, x: torch.Tensor, tangents: torch.Tensor) -> Any:
-        y = F.linear(x, F.pad(w.half(), [0, 1, 0, 2]), F.pad(b.half(), [0, 2]))
-        return torch.autograd.grad(y, (w, b), tangents)
-
-    inputs = weight(6, 7), weight(6), torch.randn(4, 8).half(), torch.randn(4, 8).half()
-    text = widened(program, *inputs).text
-    assert "constant_pad_nd_2: f32[6] = constant_pad_nd(view, [0, -2])" in text
-    assert "constant_pad_nd_3: f32[6, 7] = constant_pad_nd(permute_3, [0, -1, 0, -2])" in text
+def used_twice(w: torch.Tensor, x: torch.Tensor, tangents: torch.Tensor) -> Any:
+    low = w.half()
+    return grads(F.linear(F.linear(x, low), low), tangents, w)
 
 
-def test_a_weight_used_twice() -> None:
-    """The sum over its uses is in FP32 too; the gradient between them stays as it was."""
-
-    def program(w: torch.Tensor, x: torch.Tensor, tangents: torch.Tensor) -> Any:
-        low = w.half()
-        return torch.autograd.grad(F.linear(F.linear(x, low), low), w, tangents)
-
-    half = torch.randn(4, 8).half()
-    joint = widened(program, weight(8, 8), half, torch.randn(4, 8).half())
-    assert [joint.targets.count(op) for op in (aten.mm.dtype, aten.mm.default)] == [2, 2]
-    assert "mm_3: f16[4, 8] = mm(tangents_1, permute_4)" in joint.text
-    assert "add: f32[8, 8] = add(permute_5, permute_8)" in joint.text
+def read_otherwise(w: torch.Tensor, x: torch.Tensor, tangents: torch.Tensor) -> Any:
+    low = w.half()
+    return grads(F.linear(x, low) + low.tanh().sum(), tangents, w)
 
 
-def test_what_has_no_fp32_twin_is_cast_where_it_flows_in() -> None:
-    def program(w: torch.Tensor, x: torch.Tensor, tangents: torch.Tensor) -> Any:
-        low = w.half()
-        return torch.autograd.grad(F.linear(x, low) + low.tanh().sum(), w, tangents)
+def with_a_bias(w: torch.Tensor, b: torch.Tensor, x: torch.Tensor, tangents: torch.Tensor) -> Any:
+    return grads(F.linear(x, w.half(), b.half()), tangents, w, b)
 
-    text = widened(program, weight(6, 8), torch.randn(4, 8).half(), torch.randn(4, 6).half()).text
-    assert "mm_1: f32[6, 8] = mm(permute_1, x_1, f32)" in text
-    assert "convert_element_type_default: f32[6, 8] = cast(convert_element_type_5, f32)" in text
-    assert "add_1: f32[6, 8] = add(convert_element_type_default, permute_3)" in text
+
+def padded(w: torch.Tensor, b: torch.Tensor, x: torch.Tensor, tangents: torch.Tensor) -> Any:
+    y = F.linear(x, F.pad(w.half(), [0, 1, 0, 2]), F.pad(b.half(), [0, 2]))
+    return grads(y, tangents, w, b)
+
+
+WIDENED: dict[str, tuple[Any, Any, list[str]]] = {
+    "a weight for each expert, stored transposed and flat": (
+        lambda w, x, tangents: grads(
+            torch.bmm(x, w.half().view(3, 5, 4).transpose(1, 2)), tangents, w
+        ),
+        lambda: (weight(15, 4), half(3, 7, 4), half(3, 7, 5)),
+        ["bmm_1: f32[3, 4, 5] = bmm(permute_1, tangents_1, f32)"],
+    ),
+    "a bias": (
+        with_a_bias,
+        lambda: (weight(6, 8), weight(6), half(2, 4, 8), half(2, 4, 6)),
+        ["mm: f32[6, 8] = mm(permute_1, view, f32)",
+         "sum_1: f32[1, 6] = sum(view_2, [0], True, dtype=f32)"],
+    ),
+    "padded: what is cut off is a negative pad": (
+        padded,
+        lambda: (weight(6, 7), weight(6), half(4, 8), half(4, 8)),
+        ["constant_pad_nd_2: f32[6] = constant_pad_nd(view, [0, -2])",
+         "constant_pad_nd_3: f32[6, 7] = constant_pad_nd(permute_3, [0, -1, 0, -2])"],
+    ),
+    "used twice: the sum is in FP32, the gradient between is as it was": (
+        used_twice,
+        lambda: (lambda x: (weight(8, 8), x, half(4, 8)))(half(4, 8)),
+        ["mm_3: f16[4, 8] = mm(tangents_1, permute_4)",
+         "add: f32[8, 8] = add(permute_5, permute_8)"],
+    ),
+    "what has no FP32 twin is cast where it flows in": (
+        read_otherwise,
+        lambda: (weight(6, 8), half(4, 8), half(4, 6)),
+        ["mm_1: f32[6, 8] = mm(permute_1, x_1, f32)",
+         "convert_element_type_default: f32[6, 8] = cast(convert_element_type_5, f32)",
+         "add_1: f32[6, 8] = add(convert_element_type_default, permute_3)"],
+    ),
+}  # fmt: skip
+
+
+def test_bfloat16() -> None:
+    program = lambda w, x, tangents: grads(F.linear(x, w.bfloat16()), tangents, w)  # noqa: E731
+    joint = Joint(program, weight(6, 8), half(4, 8).bfloat16(), half(4, 6).bfloat16())
+    joint.run_twice()
+    assert "mm_1: f32[6, 8] = mm(permute_1, x_1, f32)" in joint.text
+
+
+@pytest.mark.parametrize("case", WIDENED)
+def test_what_is_widened(case: str) -> None:
+    program, inputs, lines = WIDENED[case]
+    joint = widened(program, *inputs())
+    for line in lines:
+        assert line in joint.text
+    if case.startswith("used twice"):
+        assert [joint.targets.count(op) for op in (aten.mm.dtype, aten.mm.default)] == [2, 2]
 
 
 @pytest.mark.parametrize("of", ["the product", "a view"])
@@ -181,18 +188,12 @@ def test_a_gradient_that_stays_in_the_graph_keeps_its_dtype() -> None:
     assert joint.targets.count(aten.mm.default) == 2  # forward, and the gradient of h
 
 
-def test_the_forward_keeps_its_dtype() -> None:
-    def program(w: torch.Tensor, x: torch.Tensor) -> Any:
-        return (torch.mm(x, w.half()).float(),)
-
-    assert not Joint(program, weight(8, 6), torch.randn(4, 8).half()).run()
-
-
-def test_products_in_fp32_are_none_of_ours() -> None:
-    def program(w: torch.Tensor, x: torch.Tensor, tangents: torch.Tensor) -> Any:
-        return torch.autograd.grad(F.linear(x, w), w, tangents)
-
-    assert not Joint(program, weight(6, 8), torch.randn(4, 8), torch.randn(4, 6)).run()
+def test_what_is_left() -> None:
+    """The forward's own products, and those that are in FP32 anyway."""
+    forward = lambda w, x: (torch.mm(x, w.half()).float(),)  # noqa: E731
+    assert not Joint(forward, weight(8, 6), half(4, 8)).run()
+    in_fp32 = lambda w, x, tangents: grads(F.linear(x, w), tangents, w)  # noqa: E731
+    assert not Joint(in_fp32, weight(6, 8), torch.randn(4, 8), torch.randn(4, 6)).run()
 
 
 @pytest.mark.parametrize("factor", ["number", "tensor"])
@@ -207,13 +208,9 @@ def test_only_a_product_with_one_number_hands_a_gradient_on(factor: str) -> None
 
 def test_numerics_against_fp64() -> None:
     """Sums beyond FP16's range are finite, and nearer to FP64 than what they replace."""
-
-    def program(w: torch.Tensor, b: torch.Tensor, x: torch.Tensor, tangents: torch.Tensor) -> Any:
-        return torch.autograd.grad(F.linear(x, w.half(), b.half()), (w, b), tangents)
-
     x, tangents = (256 * torch.rand(512, 8)).half(), (1 + torch.rand(512, 6)).half()
     inputs = weight(6, 8), weight(6), x, 16 * tangents
-    joint = Joint(program, *inputs)
+    joint = Joint(with_a_bias, *inputs)
     with torch.no_grad():
         before = OnCPU(joint.gm, graph=joint.graph).run(*inputs)
         joint.run_twice()

@@ -2,8 +2,6 @@
 a device profile make of products.
 """
 
-from __future__ import annotations
-
 import itertools
 import re
 from dataclasses import replace
@@ -12,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from compare import LEVELS, leaf
+from module_of import module_of
 from planned_programs import (
     BANDWIDTH,
     BF16,
@@ -150,19 +149,16 @@ def test_without_a_profile_products_stay_low(level: str) -> None:
         assert all(ir.precision(n) is Precision.LOW for n in products)
 
 
-class SmallAndLarge(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.large, self.small = nn.Linear(256, 256), nn.Linear(16, 16)
-
-    def forward(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.large(x).exp(), self.small(y).exp()
-
-
 @LEVELS
 def test_a_small_product_is_fp32_where_that_is_faster(level: str) -> None:
+    def forward(
+        m: nn.Module, x: torch.Tensor, y: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return m.large(x).exp(), m.small(y).exp()
+
+    net = module_of(forward, large=nn.Linear(256, 256), small=nn.Linear(16, 16))
     inputs = leaf(256, 256), leaf(16, 16)
-    stage = staged(SmallAndLarge(), *inputs, level=level, low=BF16, profile=CROSSING)
+    stage = staged(net, *inputs, level=level, low=BF16, profile=CROSSING)
     stage.run()
     large, small = stage.mark("linear"), stage.mark("linear_1")
     assert (large.precision, large.rule) == (Precision.LOW, "table")
@@ -207,18 +203,13 @@ def test_a_small_model_on_a_gpu_is_told_how_large_a_batch_pays(
 def test_a_small_product_between_large_ones_is_low(level: str) -> None:
     """To cast in front of it and behind it would cost more than it saves."""
 
-    class Sandwich(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.outer, self.inner = nn.Linear(256, 256), nn.Linear(256, 256)
+    def forward(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return m.outer(m.inner(m.outer(x))).exp()
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            out: torch.Tensor = self.outer(self.inner(self.outer(x)))
-            return out.exp()
-
+    sandwich = module_of(forward, outer=nn.Linear(256, 256), inner=nn.Linear(256, 256))
     dims = (1, 256, 256, 256)
     even = profile_of(*both("gemm", dims, low=500e-6, full=499e-6))
-    stage = staged(Sandwich(), leaf(256, 256), level=level, low=BF16, profile=even)
+    stage = staged(sandwich, leaf(256, 256), level=level, low=BF16, profile=even)
     for name in ("linear", "linear_2"):
         low = replace(stage.mark(name), by=ir.By.POLICY, reason="wanted so")
         ir.set_mark(stage.node(name), low)

@@ -1,23 +1,30 @@
-"""costs: the plan is the cheapest there is, keeps what is pinned, and is the same each time."""
-
-from __future__ import annotations
+"""The plan is the cheapest there is, keeps what is pinned, and is the same each time; and the
+minimum cut beneath it, against every labelling there is.
+"""
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from random import Random
 
 import pytest
 import torch
 import torch.nn.functional as F
 from compare import LEVELS, leaf
 from graphs import Stage
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from module_of import module_of
 from planned_programs import BF16, CROSSING, PROGRAMS, SMALL, both, profile_of, staged
 from torch import fx, nn
 
 from mpcompile import ir
 from mpcompile.planner.constraints import Item, Rounded
+from mpcompile.planner.min_cut import NEVER, minimum_cut
 from mpcompile.planner.objective import Objective
 from mpcompile.profile import Profile
 from mpcompile.rules.policy import Config, Level, Policy, Precision
+
+# -- plans -----------------------------------------------------------------------------------------
 
 
 def total(objective: Objective, low: Mapping[Item, bool]) -> int:
@@ -112,17 +119,13 @@ def test_where_no_product_is_low_nothing_is(name: str, level: str) -> None:
 def test_what_is_pinned_stays_pinned(level: str) -> None:
     """By the user, by a guard, by the table; with a profile that has FP32 slower, too."""
 
-    class Program(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 16)
+    def forward(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        h = F.relu(F.gelu(m.first(x)) + 1e-40)
+        return m.second(torch.tanh(h)).exp().sum()
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            h = F.relu(F.gelu(self.first(x)) + 1e-40)
-            return self.second(torch.tanh(h)).exp().sum()
-
+    program = module_of(forward, first=nn.Linear(16, 16), second=nn.Linear(16, 16))
     policy = Policy(full=["gelu"], low=["tanh"], modules={"second": "fp32"})
-    stage = staged(Program(), leaf(8, 16), level=level, low=BF16, policy=policy, profile=CROSSING)
+    stage = staged(program, leaf(8, 16), level=level, low=BF16, policy=policy, profile=CROSSING)
     is_optimal(stage)
     rules = {"gelu": "policy", "tanh": "policy", "linear_1": "policy", "add": "guard"}
     for name, rule in rules.items():
@@ -153,3 +156,103 @@ def test_the_same_program_gets_the_same_plan(name: str, level: str) -> None:
         reasons = [ir.mark(n).reason for n in stage.gm.graph.nodes if ir.is_marked(n)]
         seen.append((stage.marks, stored, reasons))
     assert seen[0] == seen[1]
+
+
+# -- cuts ------------------------------------------------------------------------------------------
+
+
+Pairs = dict[tuple[int, int], tuple[int, int]]
+Problem = tuple[list[int], list[int], Pairs]
+
+
+def cost_of(
+    labels: Sequence[bool],
+    low: Sequence[int],
+    full: Sequence[int],
+    pairs: Mapping[tuple[int, int], tuple[int, int]],
+) -> int:
+    own = sum(a if is_low else b for is_low, a, b in zip(labels, low, full, strict=True))
+    for (a, b), (a_low, b_low) in pairs.items():
+        if labels[a] != labels[b]:
+            own += a_low if labels[a] else b_low
+    return own
+
+
+def all_best(low: list[int], full: list[int], pairs: Pairs) -> list[tuple[bool, ...]]:
+    """The labellings of least cost."""
+    every = list(itertools.product((False, True), repeat=len(low)))
+    least = min(cost_of(labels, low, full, pairs) for labels in every)
+    return [labels for labels in every if cost_of(labels, low, full, pairs) == least]
+
+
+# Few values, so that ties are common; 0 and NEVER among them.
+COSTS = st.sampled_from([0, 0, 1, 2, 3, 7, 50, NEVER])
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> Problem:
+    count = draw(st.integers(0, 9))
+    low, full = (draw(st.lists(COSTS, min_size=count, max_size=count)) for _ in range(2))
+    edges = [(a, b) for a in range(count) for b in range(count) if a != b]
+    chain = list(itertools.pairwise(range(count)))
+    chosen = chain if draw(st.booleans()) else []
+    if edges:
+        chosen = chosen + draw(st.lists(st.sampled_from(edges), max_size=2 * count))
+    return low, full, {edge: (draw(COSTS), draw(COSTS)) for edge in chosen}
+
+
+@settings(deadline=None, max_examples=400)
+@given(problems())
+def test_the_total_is_the_least_and_the_low_items_are_the_fewest(problem: Problem) -> None:
+    low, full, pairs = problem
+    best = all_best(low, full, pairs)
+    found = tuple(minimum_cut(low, full, pairs))
+    assert found in best
+    assert [labels for labels in best if sum(labels) <= sum(found)] == [found]
+
+
+@settings(deadline=None, max_examples=200)
+@given(problems(), st.randoms(use_true_random=False))
+def test_the_order_of_items_and_pairs_changes_nothing(problem: Problem, random: Random) -> None:
+    low, full, pairs = problem
+    place = list(range(len(low)))
+    random.shuffle(place)
+    moved_low, moved_full = [0] * len(low), [0] * len(low)
+    for item, new in enumerate(place):
+        moved_low[new], moved_full[new] = low[item], full[item]
+    edges = list(pairs.items())
+    random.shuffle(edges)
+    moved = {(place[a], place[b]): cost for (a, b), cost in edges}
+    found = minimum_cut(moved_low, moved_full, moved)
+    assert [found[new] for new in place] == minimum_cut(low, full, pairs)
+    assert minimum_cut(low, full, pairs) == minimum_cut(low, full, pairs)
+
+
+def test_a_long_chain_is_decided_from_its_ends() -> None:
+    """A thousand items that nothing but their neighbours decides, with a weak spot."""
+    count = 1000
+    low, full = [0] * count, [0] * count
+    full[0] = low[-1] = NEVER
+    pairs = {(i, i + 1): (7, 7) for i in range(count - 1)}
+    pairs[400, 401] = (3, 3)
+    assert minimum_cut(low, full, pairs) == [True] * 401 + [False] * 599
+
+
+def test_parts_that_nothing_joins() -> None:
+    """Each has a best label of its own, and a cycle inside that is decided only as a whole."""
+    low: list[int] = []
+    full: list[int] = []
+    pairs: Pairs = {}
+    expected: list[bool] = []
+    for start, wanted in ((0, True), (3, False), (6, True)):
+        low += [4, 0, 0] if wanted else [5, 0, 0]
+        full += [0, 0, 5] if wanted else [0, 0, 4]
+        ring = [start, start + 1, start + 2]
+        pairs |= dict.fromkeys(zip(ring, [*ring[1:], start], strict=True), (9, 9))
+        expected += [wanted] * 3
+    assert minimum_cut(low, full, pairs) == expected
+
+
+def test_never_is_above_any_sum() -> None:
+    """A terabyte, in sixteenths of a byte, in each of fifty thousand nodes."""
+    assert NEVER > 16 * 10**12 * 50_000

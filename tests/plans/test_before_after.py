@@ -1,7 +1,5 @@
 """The README's picture shows the plan as it is today."""
 
-from __future__ import annotations
-
 import itertools
 import re
 

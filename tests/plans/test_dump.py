@@ -1,7 +1,5 @@
 """Dumps and plans: readable, complete, true."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`explain`: what it says of the backward, of graph breaks, and of a compiled model."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`explain` leaves everything as it was: the model, what it was compiled to, the process."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import logging

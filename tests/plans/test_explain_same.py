@@ -1,7 +1,5 @@
 """`explain` says what a compile then does: node by node, cast by cast, line by line."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 from collections.abc import Sequence

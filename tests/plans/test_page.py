@@ -1,7 +1,5 @@
 """The page of a plan as text: what it says, what it can't be made to do, and its size."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The page of a plan in headless Chromium, from file:// and without a network."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What a plan advises for a node, followed to the letter, changes that node; or nothing can."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """What differs between two plans: the plans as wholes, their nodes, their totals."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from typing import Any

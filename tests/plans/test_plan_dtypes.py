@@ -1,7 +1,5 @@
 """Where a policy or an autocast region gives a node another low dtype, the plan names that one."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 
@@ -20,8 +18,7 @@ class Net(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=self.autocast):
             h = self.a(x)
-        out: torch.Tensor = self.b(h.float().relu())
-        return out
+        return self.b(h.float().relu())
 
 
 def by_policy(**options: Any) -> Net:

@@ -1,7 +1,5 @@
 """Plans for GPUs that aren't there: what they say, what they leave alone, and what users hear."""
 
-from __future__ import annotations
-
 import dataclasses
 import gc
 import random

@@ -1,7 +1,5 @@
 """A plan is a function of graph, facts and settings: in any thread, beside any other."""
 
-from __future__ import annotations
-
 import dataclasses
 import importlib
 import pkgutil

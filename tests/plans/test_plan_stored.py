@@ -1,7 +1,5 @@
 """A plan written as JSON is the same plan when it is read."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """`print(plan)`: whole lines, aligned, then the backward and the totals."""
 
-from __future__ import annotations
-
 import io
 import re
 from typing import Any

@@ -1,7 +1,5 @@
 """`plan.why(name)`: what is told about a node, and about a module."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 

@@ -1,7 +1,5 @@
 """What torch's own trace gets: graphs, plans and the programs of optimizer steps."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

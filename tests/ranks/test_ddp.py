@@ -1,7 +1,5 @@
 """Training under DistributedDataParallel, on several processes that talk through gloo."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import time

@@ -3,8 +3,6 @@
 Whatever one rank alone has seen, all decide alike; no rank waits for one that does not come.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

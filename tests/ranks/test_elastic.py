@@ -1,7 +1,5 @@
 """A rank is killed in mid-run; torchrun starts all ranks anew, and the run ends bit-equal."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

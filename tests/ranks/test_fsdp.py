@@ -1,7 +1,5 @@
 """FSDP2 on processes that talk through gloo: each trains as one process on the global batch."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -278,8 +276,7 @@ class Tied(nn.Module):
         self.head.weight = self.embed.weight
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = F.gelu(self.frozen(self.embed(x))) @ self.head.weight
-        return y
+        return F.gelu(self.frozen(self.embed(x))) @ self.head.weight
 
 
 def _settings_of_fsdp(rank: int) -> None:

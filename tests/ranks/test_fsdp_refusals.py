@@ -1,7 +1,5 @@
 """What mpcompile can't train under torch's sharding engines is refused, not trained wrongly."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """DDP and FSDP2 over weights that are BF16 already; FSDP2's masters are sharded like them."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 

@@ -1,7 +1,5 @@
 """The examples for several processes: with the changed lines they end where PyTorch alone does."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

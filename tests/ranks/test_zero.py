@@ -1,7 +1,5 @@
 """ZeRO-1: `ZeroRedundancyOptimizer` with and without MPOptimizer, under DDP, on two processes."""
 
-from __future__ import annotations
-
 import copy
 import warnings
 from collections.abc import Iterable

@@ -1,7 +1,5 @@
 """The kernel probe: what the device refuses is found out by asking it, and leaves no trace."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from typing import Any

@@ -1,9 +1,10 @@
 """The precision table agrees with torch.amp, says why everywhere, and takes new rows."""
 
-from __future__ import annotations
+from typing import Any
 
 import pytest
 import torch
+from module_of import module_of
 from torch import nn
 from versions import before
 
@@ -219,17 +220,13 @@ def test_custom_op_keeps_its_dtypes_until_registered(registered: dict[str, Rule]
 
     gated.register_autograd(backward)
 
-    class Gate(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.value, self.gate = nn.Linear(8, 8), nn.Linear(8, 8)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return gated(self.value(x), self.gate(x))
+    def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
+        return gated(m.value(x), m.gate(x))
 
     def dtype_of_its_input() -> torch.dtype:
         seen.clear()
-        model = mpcompile.mpcompile(Gate(), dtype=torch.float16, emit="eager", strict=True)
+        gate = module_of(forward, value=nn.Linear(8, 8), gate=nn.Linear(8, 8))
+        model = mpcompile.mpcompile(gate, dtype=torch.float16, emit="eager", strict=True)
         out = model(torch.randn(4, 8))
         assert out.dtype is torch.float32
         out.mean().backward()

@@ -1,7 +1,5 @@
 """A policy in a file says what the policy says, and a file that says nonsense is refused."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import re

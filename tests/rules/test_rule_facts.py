@@ -1,7 +1,5 @@
 """What the table says about torch's operators is so: each fact is tried on those that have it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

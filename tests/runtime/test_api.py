@@ -1,7 +1,5 @@
 """The front door: what comes back, what is refused, and that nothing about the module changes."""
 
-from __future__ import annotations
-
 import copy
 import io
 import pickle
@@ -15,27 +13,19 @@ from block_net import Net
 from module_of import module_of
 from torch import nn
 
-import mpcompile as mp
-from mpcompile import (
-    MPCompileError,
-    MPCompileWarning,
-    Policy,
-    compiled_plans,
-    explain,
-    mpcompile,
-)
+from mpcompile import MPCompileError, MPCompileWarning, Policy, compiled_plans, explain, mpcompile
 from mpcompile.errors import in_one_line
 from mpcompile.torch_inside.version import check_torch_version, warn_of_version
 
 
-def run(model: Any, **kwargs: Any) -> tuple[torch.Tensor, list[mp.api.Plan]]:
+def run(model: Any, **kwargs: Any) -> tuple[torch.Tensor, list[Any]]:
     compiled = mpcompile(model, emit="eager", strict=True, **kwargs)
     out = compiled(torch.randn(4, 8))
     out.square().sum().backward()
     return out, compiled_plans(compiled)
 
 
-def precisions(plan: mp.api.Plan) -> dict[str, str]:
+def precisions(plan: Any) -> dict[str, str]:
     return {n.name: n.precision for n in plan.nodes if n.rule not in ("cast", "scale")}
 
 

@@ -1,7 +1,5 @@
 """What is asked about a model that `torch.compile(backend="mpcompile")` has compiled."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from collections.abc import Callable
@@ -9,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from module_of import module_of
 from torch import nn
 
 from mpcompile import LossScale, MPCompileError, compiled_plans, diagnose, loss_scale_of, mpcompile
@@ -71,17 +70,12 @@ def test_its_own_scale() -> None:
 
 
 def test_every_graph_is_told() -> None:
-    class Broken(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+    def forward(m: Any, x: torch.Tensor) -> Any:
+        h = m.a(x)
+        torch._dynamo.graph_break()
+        return m.b(h)
 
-        def forward(self, x: torch.Tensor) -> Any:
-            h = self.a(x)
-            torch._dynamo.graph_break()
-            return self.b(h)
-
-    net = Broken()
+    net = module_of(forward, a=nn.Linear(8, 8), b=nn.Linear(8, 8))
     by_torch(net)(torch.randn(2, 8)).sum().backward()
     plans = compiled_plans(net)
     assert [[n.module for n in p.nodes if n.op == "aten::linear"] for p in plans] == [["a"], ["b"]]

@@ -1,7 +1,5 @@
 """What Dynamo gives up at its limit of compiles is said, and what changes often isn't given up."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """A module that evaluates reads copies of its weights, cast once, and never a stale one."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 import weakref

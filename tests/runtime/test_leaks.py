@@ -1,7 +1,5 @@
 """What was compiled of a model is gone when the model is, without `torch.compiler.reset()`."""
 
-from __future__ import annotations
-
 import gc
 import logging
 import weakref

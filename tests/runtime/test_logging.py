@@ -1,7 +1,5 @@
 """What is logged, and with which facts."""
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import json

@@ -2,8 +2,6 @@
 Lightning or torch.compile: what the message says. It names the thing, and the way out.
 """
 
-from __future__ import annotations
-
 import functools
 import re
 from collections.abc import Callable
@@ -157,10 +155,7 @@ MISTAKES: dict[str, tuple[Mistake, str]] = {
     "prefix": (modules("model.fc1"), "did you mean 'fc1'?"),
     "kind": (modules("LayerNorm"), "it is a class, and what is searched are paths, as norm"),
     "glob": (modules("*fc"), "bad regex '*fc': nothing to repeat at position 0; it is no glob"),
-    "object": (
-        lambda: Policy(modules={nn.LayerNorm: "fp32"}),
-        "give a dict, name -> precision",
-    ),
+    "object": (lambda: Policy(modules={nn.LayerNorm: "fp32"}), "give a dict, name -> precision"),
     "FP64": (lambda: with_policy(modules={"fc1": "fp64"}), "use 'low', 'fp32' or 'keep'"),
     "class of modules": (lambda: Policy(full=[nn.LayerNorm]), "did you mean 'layer_norm'?"),
     "function": (lambda: Policy(full=[F.softmax]), "did you mean 'softmax'?"),

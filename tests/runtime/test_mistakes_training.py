@@ -2,8 +2,6 @@
 that says it, or that nothing is lost.
 """
 
-from __future__ import annotations
-
 import copy
 import re
 import sys
@@ -45,8 +43,7 @@ def generated(model: nn.Module) -> Any:
 
 def loss_of(model: Any) -> torch.Tensor:
     x, y = batch()
-    loss: torch.Tensor = F.cross_entropy(model(x), y)
-    return loss
+    return F.cross_entropy(model(x), y)
 
 
 def backward(level: str = "O1") -> tuple[Any, Any]:
@@ -60,8 +57,7 @@ def backward(level: str = "O1") -> tuple[Any, Any]:
 def step(**options: Any) -> Callable[..., Any]:
     model = Net()
     given: dict[str, Any] = {"loss_fn": F.cross_entropy, **EAGER, **options}
-    made: Callable[..., Any] = train_step(model, sgd(model), **given)
-    return made
+    return train_step(model, sgd(model), **given)
 
 
 # -- refused ---------------------------------------------------------------------------------------
@@ -111,17 +107,11 @@ def traced() -> None:
 REFUSED: dict[str, tuple[Loop, str]] = {
     "half": (cast(lambda m: m.half()), "It was cast after mpcompile()"),
     "bfloat16": (cast(lambda m: m.bfloat16()), "copy.deepcopy(model).to(dtype)"),
-    "meta": (
-        cast(lambda m: m.to("meta")),
-        "is on meta; supported devices: cuda, cpu. It was",
-    ),
+    "meta": (cast(lambda m: m.to("meta")), "is on meta; supported devices: cuda, cpu. It was"),
     "forward": (autocast_forward, "was replaced by one under autocast(torch.bfloat16)"),
     "sparse": (sparse, "make it dense (nn.Embedding(sparse=False)), or use the plain torch.optim"),
     "double backward": (penalty, "inside of what is compiled"),
-    "inference mode": (
-        made_in_inference_mode,
-        "make it outside, or load its state_dict()",
-    ),
+    "inference mode": (made_in_inference_mode, "make it outside, or load its state_dict()"),
     "TorchScript": (traced, "TorchScript can't be captured; give the model or the function that"),
     "copy": (of_a_copy, "or is a copy of one that was. (Of a training step, ask the step"),
     "accumulate=3": (

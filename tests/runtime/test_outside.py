@@ -1,7 +1,5 @@
 """Products outside of compiled graphs: what is compiled by itself, what is left, what is said."""
 
-from __future__ import annotations
-
 import copy
 import json
 import warnings
@@ -89,8 +87,7 @@ class Straight(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y = self.a(x) @ torch.eye(16)
         torch._dynamo.graph_break()
-        out: Tensor = self.b(y.relu())
-        return out
+        return self.b(y.relu())
 
 
 def said(net: nn.Module, calls: int = 3, x: Tensor = X, **options: Any) -> list[str]:
@@ -116,8 +113,7 @@ class Deep(nn.Module):
         self.last = nn.Linear(16, 16)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.last(self.inner(self.first(x)))
-        return out
+        return self.last(self.inner(self.first(x)))
 
 
 @pytest.mark.slow("compiles several models")
@@ -323,8 +319,7 @@ def test_a_backward_within_the_forward_does_not_count() -> None:
             return found
 
         def forward(self, x: Tensor) -> Tensor:
-            out: Tensor = self.a(x) + self.slope(x)
-            return out
+            return self.a(x) + self.slope(x)
 
     assert said(Penalty()) == []
 

@@ -1,7 +1,5 @@
 """`regional=True`: equal modules share one compile, and nothing else of a training changes."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any
@@ -36,8 +34,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = getattr(F, self.activation)(self.up(self.norm(x)))
-        result: Tensor = x + self.factor * self.down(hidden)
-        return result
+        return x + self.factor * self.down(hidden)
 
 
 class Net(nn.Module):

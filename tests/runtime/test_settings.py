@@ -1,7 +1,5 @@
 """An option is declared once: what is derived from the declarations, and what repeats them."""
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 import os

@@ -1,7 +1,5 @@
 """What one thread traces and compiles, another one doesn't see."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -168,8 +166,7 @@ def test_settings_are_set_and_taken_back_whatever_else_compiles(begins_first: bo
     def call(x: torch.Tensor) -> torch.Tensor:
         if not begins_first:
             begin()  # while Dynamo traces this
-        y: torch.Tensor = layer(first(x))[0]
-        return y
+        return layer(first(x))[0]
 
     model = mpcompile(call, dtype=torch.bfloat16, emit="eager", strict=True)
     if begins_first:

@@ -4,8 +4,6 @@ Each is compared with the same loop in FP32, and by what the model then makes of
 not seen. This is the shortest answer to "does it work here?".
 """
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 

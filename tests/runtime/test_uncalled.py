@@ -1,7 +1,5 @@
 """A module that is compiled and then trained without being called, as by a trainer."""
 
-from __future__ import annotations
-
 import gc
 import warnings
 from typing import Any
@@ -26,8 +24,7 @@ class Lightning(nn.Module):
         self.net = nn.Linear(8, 4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.net(x)
-        return out
+        return self.net(x)
 
     def training_step(self, x: torch.Tensor) -> torch.Tensor:
         return F.relu(self.net(x)).square().mean()

@@ -1,7 +1,5 @@
 """Files that others made: reading a policy, profile, plan or scale runs no code in them."""
 
-from __future__ import annotations
-
 import ast
 import json
 import os

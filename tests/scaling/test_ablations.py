@@ -1,7 +1,5 @@
 """Master weights and loss scaling left out, on a smaller scale than the benchmark: what breaks."""
 
-from __future__ import annotations
-
 import dataclasses
 import xml.etree.ElementTree as ET
 from pathlib import Path

@@ -1,7 +1,5 @@
 """O2's working copies: what a forward reads."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 
@@ -18,8 +16,7 @@ from mpcompile.scaling.copies import copies_of
 def without_copies(model: nn.Module, dtype: torch.dtype, x: torch.Tensor) -> torch.Tensor:
     """What O2 computes from the masters as they are: the casts are in the graph."""
     twin = mpcompile(copy.deepcopy(model), level="O2", dtype=dtype, emit="eager")
-    result: torch.Tensor = twin(x)
-    return result
+    return twin(x)
 
 
 @pytest.mark.parametrize("dtype", HALVES)
@@ -166,7 +163,6 @@ def test_tied_weights_have_one_copy_and_a_true_fp32_gradient() -> None:
     weight = model.embedding.weight  # type: ignore[union-attr]
     assert weight.grad.dtype is torch.float32  # type: ignore[union-attr]
     wanted = reference.embedding.weight.grad
-    assert wanted is not None
     assert (weight.grad - wanted).norm() < 5e-3 * wanted.norm()  # type: ignore[operator, union-attr]
     optimizer.step()
     (kept,) = copies_of(weight).values()  # type: ignore[arg-type]

@@ -1,7 +1,5 @@
 """O2's working copies: how gradients are stored and added up, and who may change them."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from copied_models import HALVES, Net, check_against_fp64, dtype_of, trained
@@ -15,7 +13,6 @@ def test_gradients_are_stored_low_where_no_scale_multiplies_them(dtype: torch.dt
     x = torch.randn(4, 8)
     check_against_fp64(model, lambda net: net(x.to(dtype_of(net))).square().mean().backward())
     for name, p in model.named_parameters():
-        assert p.grad is not None
         is_low = dtype is torch.bfloat16 and not name.startswith("norm")
         assert p.grad.dtype is (dtype if is_low else torch.float32)
 
@@ -57,8 +54,7 @@ class Broken(nn.Module):
         y = self.fc(x)
         torch._dynamo.graph_break()
         if self.second == "low":
-            z: torch.Tensor = self.fc(y)
-            return z
+            return self.fc(y)
         return y * self.fc.weight.softmax(-1).sum()
 
 

@@ -1,7 +1,5 @@
 """O2's working copies: when a model gets and loses them, and what its owner sees of them."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import pickle

@@ -1,7 +1,5 @@
 """O2's working copies: training with them, next to FP32."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

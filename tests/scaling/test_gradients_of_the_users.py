@@ -2,8 +2,6 @@
 is stored there is the gradient, and any FP32 may be stored there.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

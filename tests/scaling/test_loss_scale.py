@@ -1,7 +1,5 @@
 """A `LossScale` without a model: its update on plain numbers, its settings, what is saved of it."""
 
-from __future__ import annotations
-
 import dataclasses
 import pickle
 

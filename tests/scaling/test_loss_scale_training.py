@@ -1,7 +1,5 @@
 """Training loops that never mention the loss scale: skipped steps, true gradients, warnings."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import warnings

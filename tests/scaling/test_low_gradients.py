@@ -2,8 +2,6 @@
 they are freed with the model.
 """
 
-from __future__ import annotations
-
 import copy
 import gc
 import weakref
@@ -27,8 +25,7 @@ class Twice(nn.Module):
         self.fc1, self.fc2 = nn.Linear(8, 8), nn.Linear(8, 4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = self.fc2(self.fc1(torch.tanh(self.fc1(x))))
-        return y
+        return self.fc2(self.fc1(torch.tanh(self.fc1(x))))
 
 
 # -- loops -----------------------------------------------------------------------------------------

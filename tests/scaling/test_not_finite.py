@@ -1,7 +1,5 @@
 """NaN that comes with the data or from the loss: the first thing that is said."""
 
-from __future__ import annotations
-
 import functools
 import logging
 from collections.abc import Callable

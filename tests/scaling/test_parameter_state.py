@@ -1,7 +1,5 @@
 """What is known of parameters and optimizers: one state for each, and hooks that wait for us."""
 
-from __future__ import annotations
-
 import gc
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Steps skipped one after the other: it is said, or what overflows is pinned by repair=True."""
 
-from __future__ import annotations
-
 import logging
 import math
 from typing import Any
@@ -146,8 +144,7 @@ class Broken(nn.Module):
         torch._dynamo.graph_break()
         x = self.inner.part(x)
         torch._dynamo.graph_break()
-        y: torch.Tensor = self.inner.last(x)
-        return y
+        return self.inner.last(x)
 
 
 def _train_in_one_function(model: nn.Module, options: dict[str, Any]) -> None:

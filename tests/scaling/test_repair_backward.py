@@ -1,7 +1,5 @@
 """A backward that leaves FP16's range: what FP32's own gradients say about it."""
 
-from __future__ import annotations
-
 import math
 import warnings
 from collections.abc import Callable
@@ -84,8 +82,7 @@ class Distance(nn.Module):
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         square = (self.first(x) * mask).square().sum(-1, keepdim=True)
-        y: torch.Tensor = self.last(torch.sqrt(square))
-        return y
+        return self.last(torch.sqrt(square))
 
 
 def test_a_gradient_that_is_infinite_in_fp32_too_is_not_repaired() -> None:

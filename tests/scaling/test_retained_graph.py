@@ -1,7 +1,5 @@
 """Several backwards over one forward, in the first step and later: as without a compiler."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

@@ -2,8 +2,6 @@
 the same addresses in each step, as the CUDA graph of a backward wants them.
 """
 
-from __future__ import annotations
-
 import threading
 from typing import Any
 

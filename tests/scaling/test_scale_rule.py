@@ -1,7 +1,5 @@
 """The rule that moves a loss scale, of numbers and traced into a graph, next to a model of it."""
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 

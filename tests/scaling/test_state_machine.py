@@ -1,7 +1,5 @@
 """Any training loop at all: random ones, next to a reference that knows which steps to skip."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

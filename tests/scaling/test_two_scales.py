@@ -1,7 +1,5 @@
 """A gradient that follows the loss scale is wrong: it is found by comparing two backwards."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,13 +1,9 @@
 """An optimizer as people write it: a loop over the parameters, everything else in `update`."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
-
-__all__ = ["AsWritten"]
 
 
 class AsWritten(Optimizer):

@@ -1,12 +1,8 @@
 """A small net with each class of precision."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import nn
-
-__all__ = ["Net"]
 
 
 class Net(nn.Module):

@@ -1,7 +1,5 @@
 """Headless Chromium without a network, for the tests of pages and for their pictures."""
 
-from __future__ import annotations
-
 import contextlib
 import shutil
 from collections.abc import Iterator
@@ -66,7 +64,6 @@ def cut_at(driver: Any, width: int, path: Path) -> list[str]:
         cards = [card.rect for card in driver.find_elements("css selector", ".cards > *")]
         for y in {card["y"] for card in cards}:
             assert max(one["x"] + one["width"] for one in cards if one["y"] == y) > width - 50
-        found: list[str] = driver.execute_script(_WIDER_THAN_IT_SHOWS)
-        return found
+        return driver.execute_script(_WIDER_THAN_IT_SHOWS)
     finally:
         driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})

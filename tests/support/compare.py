@@ -1,7 +1,5 @@
 """Run a program as it stands and rewritten, and compare every number that comes out."""
 
-from __future__ import annotations
-
 import copy
 import warnings
 from collections.abc import Callable, Sequence
@@ -38,8 +36,7 @@ class MLP(nn.Module):
         self.up, self.norm, self.down = nn.Linear(16, 32), nn.LayerNorm(32), nn.Linear(32, 16)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = x + self.down(F.gelu(self.norm(self.up(x))))
-        return out
+        return x + self.down(F.gelu(self.norm(self.up(x))))
 
 
 @dataclass

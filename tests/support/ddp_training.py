@@ -1,7 +1,5 @@
 """Training under DistributedDataParallel (DDP), beside one process in FP64 on the global batch."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,8 +28,7 @@ class Around(nn.Module):
         self.net = net
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = self.net(x * 2).tanh()
-        return y
+        return self.net(x * 2).tanh()
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:

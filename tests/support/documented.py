@@ -1,7 +1,5 @@
 """What the documents take as given, and how their blocks are run."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 
@@ -11,8 +9,6 @@ from torch import nn
 
 from mpcompile import MPOptimizer
 from mpcompile.settings import Settings
-
-__all__ = ["Names", "Net", "eager", "run"]
 
 Names = dict[str, Any]
 
@@ -37,8 +33,7 @@ class Net(nn.Module):
         x = torch.relu(self.up(x))
         for block in self.blocks:
             x = x + torch.nn.functional.gelu(block(x))
-        out: torch.Tensor = self.lm_head(x)
-        return out
+        return self.lm_head(x)
 
 
 @pytest.fixture

@@ -1,14 +1,10 @@
 """The documents: their blocks of code, their prose and their anchors."""
 
-from __future__ import annotations
-
 import functools
 import re
 from pathlib import Path
 
 from repository import ROOT
-
-__all__ = ["COMMAND", "DOCUMENTS", "FENCED", "README", "anchors", "blocks", "fenced", "prose"]
 
 README = ROOT / "README.md"
 DOCUMENTS = (

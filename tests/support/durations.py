@@ -9,8 +9,6 @@ each file, of which `share.py` makes a CI's share. With `--sweeps` instead, the 
 sweep found when it was run last: rows of files that the report lacks stay.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import platform

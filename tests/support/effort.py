@@ -1,7 +1,5 @@
 """How much work a function does, counted: a time would be one of the machine's other work, too."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from types import FrameType

@@ -7,8 +7,6 @@ kills itself in the middle of a step, once. At the end each rank trains the same
 without a checkpoint, and leaves both ends in FOLDER.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

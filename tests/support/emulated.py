@@ -1,20 +1,15 @@
 """Tests on a GPU that is emulated (`benchmarks/emucuda/`), and processes that see one."""
 
-from __future__ import annotations
-
 import functools
 import json
 import os
 import shutil
-import subprocess
 import sys
 from typing import Any
 
 import pytest
 import torch
-from repository import ROOT
-
-__all__ = ["EMULATED", "needs_a_compiler", "sized", "told_by"]
+from gpus_by_name import python
 
 EMULATED = "benchmarks.emucuda" in sys.modules
 """Whether this process sees an emulated GPU. It does from its start on, or never."""
@@ -42,10 +37,6 @@ def needs_a_compiler(*releases: str) -> pytest.MarkDecorator:
 @functools.cache
 def told_by(script: str, gpu: str) -> Any:
     """What `tests/support/<script>` prints as JSON in a process that sees the GPU; run once."""
-    run = subprocess.run(
-        [sys.executable, f"tests/support/{script}", gpu],
-        cwd=ROOT, capture_output=True, text=True, check=False,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "MPCOMPILE_PROFILE": "none"},
-    )  # fmt: skip
+    run = python(f"tests/support/{script}", gpu, MPCOMPILE_PROFILE="none")
     assert run.returncode == 0, run.stderr[-3000:]
     return json.loads(run.stdout)

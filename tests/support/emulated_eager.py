@@ -5,8 +5,6 @@
 A process of its own: emucuda must be loaded before torch, and a process stays the GPU it became.
 """
 
-from __future__ import annotations
-
 from benchmarks import emucuda  # isort: skip  (before torch)
 
 import copy
@@ -170,8 +168,7 @@ def attention() -> dict[str, Any]:
 
 
 def off(found: Any, wanted: Any) -> float:
-    error: float = ((found.detach().cpu().double() - wanted).norm() / wanted.norm()).item()
-    return error
+    return ((found.detach().cpu().double() - wanted).norm() / wanted.norm()).item()
 
 
 def layers() -> dict[str, list[float]]:

@@ -3,8 +3,6 @@
 python tests/support/emulated_training.py h100
 """
 
-from __future__ import annotations
-
 from benchmarks import emucuda  # isort: skip  (before torch)
 
 import json

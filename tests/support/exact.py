@@ -1,7 +1,5 @@
 """Run a rewritten graph in FP64, so that nothing but the rewriting itself can change a number."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Models whose plans are compared: one for each kind of graph that is treated specially."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

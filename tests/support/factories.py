@@ -1,7 +1,5 @@
 """Models that the command line is given, in files of the current directory."""
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Iterator

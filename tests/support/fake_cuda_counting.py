@@ -5,8 +5,6 @@
 A process of its own: fakecuda must be loaded before torch, and a process stays the GPU it became.
 """
 
-from __future__ import annotations
-
 from benchmarks import fakecuda  # isort: skip  (before torch)
 
 import json

@@ -5,8 +5,6 @@
 A process of its own: Triton has one driver, for good, and here it is the GPU's by name.
 """
 
-from __future__ import annotations
-
 from benchmarks import fakecuda  # isort: skip  (before torch)
 
 import dataclasses

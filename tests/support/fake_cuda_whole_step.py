@@ -7,8 +7,6 @@ Nothing can be recorded as a CUDA graph here; what torch would record, and which
 take to stay where they are, it says all the same.
 """
 
-from __future__ import annotations
-
 from benchmarks import fakecuda  # isort: skip  (before torch)
 
 import json

@@ -5,15 +5,11 @@ A fault is one small change of meaning within a function: a condition negated, a
 makes the change while Python imports the module, so that no file is written.
 """
 
-from __future__ import annotations
-
 import ast
 import random
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-
-__all__ = ["Fault", "drawn", "planted", "rooms", "watched"]
 
 _ROOT = Path(__file__).parents[2]
 

@@ -3,8 +3,6 @@
 Each maps (rows, 16) to (rows, 16) and goes wrong for inputs of ordinary size.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path

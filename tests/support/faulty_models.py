@@ -1,7 +1,5 @@
 """Models with one part that leaves FP16's range, and a training of them."""
 
-from __future__ import annotations
-
 import inspect
 import warnings
 from collections.abc import Callable, Iterator
@@ -28,8 +26,7 @@ class Activation(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         high = x * 1000 * 1000  # the fault
-        y: torch.Tensor = torch.tanh(self.layer(high) * 1e-6) + x
-        return y
+        return torch.tanh(self.layer(high) * 1e-6) + x
 
 
 class Square(Activation):
@@ -39,8 +36,7 @@ class Square(Activation):
         high = x * 1000
         other = 1 - high
         square = high * other  # the fault
-        y: torch.Tensor = torch.tanh(self.layer(square) * 1e-6) + x
-        return y
+        return torch.tanh(self.layer(square) * 1e-6) + x
 
 
 class Steep(Activation):
@@ -89,16 +85,14 @@ class Net(nn.Module):
         self.part, self.checkpointed = part(), checkpointed
 
     def body(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = self.part(F.gelu(self.first(x)))
-        return y
+        return self.part(F.gelu(self.first(x)))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.checkpointed:
             x = torch.utils.checkpoint.checkpoint(self.body, x, use_reentrant=False)  # type: ignore[assignment]
         else:
             x = self.body(x)
-        y: torch.Tensor = self.last(x)
-        return y
+        return self.last(x)
 
 
 def net(part: type[Activation], **more: Any) -> Net:
@@ -142,7 +136,7 @@ class Training:
     losses: list[float] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
 
-    def run(self, steps: int, *, idle: int = 0) -> Training:
+    def run(self, steps: int, *, idle: int = 0) -> "Training":
         """Args:
         idle: how many of the first steps change nothing, as skipped ones do.
         """

@@ -1,7 +1,5 @@
 """Trainings of a small model that FSDP2 shards, beside one process with all ranks' batches."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -29,8 +27,7 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(WIDTH, 9), nn.Linear(9, WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = x + self.down(F.gelu(self.up(self.norm(x))))
-        return y
+        return x + self.down(F.gelu(self.up(self.norm(x))))
 
 
 class Net(nn.Module):
@@ -46,8 +43,7 @@ class Net(nn.Module):
         x = self.first(x)
         for block in self.blocks:
             x = block(x)
-        y: torch.Tensor = self.last(x)
-        return y
+        return self.last(x)
 
 
 def sequential() -> nn.Module:

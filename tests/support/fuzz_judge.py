@@ -237,11 +237,7 @@ def attempt(program: Program, setting: Setting, seed: int = 0) -> Verdict:
 
     def compiler(function: Any) -> Any:
         return mpcompile.mpcompile(
-            function,
-            dtype=torch.float16,
-            level=setting.level,
-            emit=setting.emit,
-            loss_scale=scale,
+            function, dtype=torch.float16, level=setting.level, emit=setting.emit, loss_scale=scale
         )
 
     torch._dynamo.reset()

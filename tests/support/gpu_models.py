@@ -1,7 +1,5 @@
 """Models that are trained on a GPU that exists by name, and planned for without one."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Processes that see a GPU which exists by name only (`fakecuda`), and what they tell."""
 
-from __future__ import annotations
-
 import functools
 import json
 import os
@@ -12,8 +10,6 @@ from typing import Any
 import pytest
 import torch
 from repository import ROOT
-
-__all__ = ["ROOT", "needs_a_cpu_build", "python", "told"]
 
 needs_a_cpu_build = pytest.mark.skipif(
     torch.version.cuda is not None, reason="this torch has a CUDA device of its own"

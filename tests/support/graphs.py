@@ -1,12 +1,11 @@
 """Graphs for tests of passes: capture a program, run the passes before one, then that one."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from typing import Any
 
 import torch
+from expecttest import assert_expected_inline
 from torch import fx
 
 from mpcompile import ir, pipeline
@@ -83,6 +82,12 @@ class Stage:
             for node in self.gm.graph.nodes
             if ir.is_marked(node)
         )
+
+    def expect_text(self, expected: str) -> None:
+        assert_expected_inline(self.text, expected, skip=1)
+
+    def expect_marks(self, expected: str) -> None:
+        assert_expected_inline(self.marks, expected, skip=1)
 
     def mark(self, name: str) -> ir.Mark:
         return ir.mark(self.node(name))

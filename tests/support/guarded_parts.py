@@ -2,8 +2,6 @@
 hold between them. What a loop does to it: guarded_world.py.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any

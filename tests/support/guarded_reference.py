@@ -42,8 +42,6 @@ first overflow after it; and in the next forward where no step came between. An 
 skips its first step leaves state of zeros behind, which is no state.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -65,8 +63,7 @@ class Net(nn.Module):
         self.head = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.head(torch.relu(self.trunk(x)))
-        return out
+        return self.head(torch.relu(self.trunk(x)))
 
 
 Note = Callable[[torch.Tensor], None]
@@ -108,14 +105,12 @@ def emulated(
     def enter(tensor: torch.Tensor) -> torch.Tensor:
         if not tensor.requires_grad:
             return tensor.half()
-        out: torch.Tensor = _Enter.apply(tensor, used, lambda grad: note(tensor, grad))  # type: ignore[no-untyped-call]
-        return out
+        return _Enter.apply(tensor, used, lambda grad: note(tensor, grad))
 
     x = enter(x)
     x = torch.relu(F.linear(x, enter(net.trunk.weight), enter(net.trunk.bias)))
     x = F.linear(x, enter(net.head.weight), enter(net.head.bias))
-    out: torch.Tensor = _Leave.apply(x, used)  # type: ignore[no-untyped-call]
-    return out
+    return _Leave.apply(x, used)
 
 
 @dataclass
@@ -211,6 +206,6 @@ class Scale:
             value, good = min(value * 2.0, self.max_scale), 0
         self.numbers = Numbers(value, good, now.skipped + bad)
 
-    def copy_state(self, other: Scale) -> None:
+    def copy_state(self, other: "Scale") -> None:
         """A fresh one that was given the other's state."""
         self.numbers, self.fitting = dataclasses.replace(other.numbers), other.fitting

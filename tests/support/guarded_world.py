@@ -2,8 +2,6 @@
 and asserts that they agree. `test_state_machine.py` calls them in random order.
 """
 
-from __future__ import annotations
-
 import copy
 import io
 import math

@@ -1,7 +1,5 @@
 """A linear layer and the cross entropy that alone reads it, as a program, and its inputs."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from compare import leaf

@@ -1,7 +1,5 @@
 """Ten architectures of the zoo's, of Hugging Face's transformers."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -2,8 +2,6 @@
 pass is shown CUDA fakes of their values.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -11,8 +11,6 @@ Of a test with several axes, `make test` and `make test-all` take as many rows a
 each axis; the others are for sweeps.
 """
 
-from __future__ import annotations
-
 import collections
 import itertools
 import os
@@ -22,8 +20,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-
-__all__ = ["LIMIT", "covering", "limit", "put_in_lanes", "set_limit", "slower"]
 
 LIMIT = 300.0
 """Seconds that a test may take, on a machine like the one that `_USUAL` was measured on."""

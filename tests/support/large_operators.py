@@ -5,8 +5,6 @@ that the operator takes is the one. New elements are drawn between a sample's ne
 they stay in the operator's domain and seldom are equal; integers are drawn from a sample's own.
 """
 
-from __future__ import annotations
-
 import contextlib
 import time
 import warnings
@@ -49,7 +47,7 @@ def subject_of(name: str) -> Subject:
     raise LookupError(name)
 
 
-def _subject(name: str, large: _Large) -> Subject:
+def _subject(name: str, large: "_Large") -> Subject:
     shapes = [tuple(v.shape) for v in pytree.tree_leaves(large.draw(0)) if _is_tensor(v)]
     return Subject(name, fused(OPS[name].op), large.draw, f"{name} of {shapes}")
 

@@ -5,8 +5,6 @@ values or gradients leave a modest range, is taken back. The programs of fuzz_li
 kinds of things, but their sizes, 4 x 8, are written into their lines.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """LightningModules, and a Trainer that prints and stores nothing."""
 
-from __future__ import annotations
-
 import logging
 from typing import Any
 
@@ -40,8 +38,7 @@ class Net(LightningModule):
         self.losses: list[float] = []
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.net(x)
-        return out
+        return self.net(x)
 
     def loss(self, batch: Any) -> torch.Tensor:
         x, y = batch

@@ -1,15 +1,15 @@
 """Training loops as users write them, run in plain FP32 and in mixed precision, and compared.
 
 A loop is a function of a `Way`: it hands its models to `way.model`, its optimizers to
-`way.optimizer`, its losses to `way.log`, and is otherwise plain PyTorch. `agree` runs it both ways.
+`way.optimizer`, its losses to `way.log`, and is otherwise plain PyTorch. `agree` runs it both ways;
+`agreeing` makes a test of one.
 
 What is compared is how far each parameter has moved: against weights that training leaves almost
 where they were, any update would look right, and none at all.
 """
 
-from __future__ import annotations
-
 import copy
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -54,11 +54,11 @@ class Way:
         return self.level is None
 
     @property
-    def reference(self) -> Way:
+    def reference(self) -> "Way":
         return Way(None, overflows=self.overflows)
 
     @property
-    def again(self) -> Way:
+    def again(self) -> "Way":
         """The same way, with nothing done yet."""
         return Way(self.level, self.dtype, self.generated, self.emit, self.overflows)
 
@@ -189,6 +189,24 @@ def agree(way: Way, loop: Callable[[Way], Any], tolerance: float | None = None) 
     for mine, theirs in zip(movements(mixed), movements(reference), strict=True):
         assert_moved_alike(mine, theirs, tolerance)
     return mixed
+
+
+def agreeing(*, tolerance: float | None = None, bf16: float | None = None) -> Any:
+    """A test whose body is a loop: that it agrees, in the `way` that the test is given.
+
+    Args:
+        tolerance, bf16: for `agree`; in BF16 the second, if it is there.
+    """
+
+    def made(loop: Callable[..., Any]) -> Callable[..., None]:
+        @functools.wraps(loop)
+        def test(*, way: Way, **given: Any) -> None:
+            allowed = bf16 if bf16 and way.dtype is torch.bfloat16 else tolerance
+            agree(way, lambda run: loop(way=run, **given), allowed)
+
+        return test
+
+    return made
 
 
 def low_nodes(model: Any) -> list[str]:

@@ -2,8 +2,6 @@
 `MPOptimizer`, and the comparison of its gradients with those of a reference.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -48,5 +46,4 @@ def inputs(net: nn.Module, rows: int = 4) -> torch.Tensor:
 
 
 def loss(net: nn.Module, rows: int = 4) -> torch.Tensor:
-    value: torch.Tensor = net(inputs(net, rows)).square().mean()
-    return value
+    return net(inputs(net, rows)).square().mean()

@@ -1,7 +1,5 @@
 """A backend in miniature: it captures, rewrites and emits. Models, and a comparison with eager."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

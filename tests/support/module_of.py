@@ -1,13 +1,9 @@
 """A module that a test needs once, without a class of its own."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
 from torch import nn
-
-__all__ = ["module_of"]
 
 
 class _Module(nn.Module):

@@ -3,11 +3,7 @@
 `tests/support/plant.py` plants each, and runs the tests that must fail then.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
-
-__all__ = ["MUTANTS", "Mutant"]
 
 
 @dataclass(frozen=True)
@@ -94,7 +90,7 @@ MUTANTS = (
         "passes/graph/scale_gradients.py",
         "node.replace_input_with(operand, self._scale(operand, node))",
         "pass",
-        ("tests/hazards/test_hazards_functions.py",),
+        ("tests/hazards/test_hazards_operators.py",),
     ),
     Mutant(
         "sums-in-low",
@@ -158,7 +154,7 @@ MUTANTS = (
         "passes/joint/keep_written_inputs.py",
         "if memory is None or memory not in writes:",
         "if True:",
-        ("tests/passes/test_passes_keep_written_inputs.py",),
+        ("tests/passes/test_passes_kept_for_backward.py",),
     ),
     Mutant(
         "dropout-drawn-again",

@@ -29,8 +29,6 @@ FP64 draws other random numbers than FP32: for a random operator eager FP32, und
 stands in for FP64.
 """
 
-from __future__ import annotations
-
 import enum
 from collections.abc import Callable
 from dataclasses import dataclass, field

@@ -18,8 +18,6 @@ FP16 overflows for many operators: as in a training loop the scale backs off (`s
 step is run again, until the gradients are finite wherever eager FP32's are.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import itertools

@@ -1,7 +1,5 @@
 """torch's own list of optimizers, every class with every configuration."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -9,8 +7,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.testing._internal.common_optimizers import optim_db
-
-__all__ = ["REFUSED", "RICHEST", "SHAPES", "Case", "cases"]
 
 REFUSED = ("LBFGS", "SparseAdam")
 SHAPES = [(5, 7), (2, 3, 3, 3), (1,), (), (7, 1)]

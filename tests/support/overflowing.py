@@ -1,7 +1,5 @@
 """A small model in FP16, a loss that overflows, and whether a step changed anything."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

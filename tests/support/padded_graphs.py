@@ -1,7 +1,5 @@
 """Graphs that padding has rewritten, and questions about them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -28,8 +26,7 @@ class Chain(nn.Module):
         self.between = between
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down(self.between(self.up(x)))
-        return out
+        return self.down(self.between(self.up(x)))
 
 
 def placed(program: Any, *inputs: Any, until: pipeline.Pass = place_pads, **options: Any) -> Stage:

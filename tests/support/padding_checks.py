@@ -2,12 +2,10 @@
 
 By default a few sizes of each program are drawn. Many of them, at O1 and O2:
 
-    pytest -m sweep tests/padding/test_padding_products.py tests/padding/test_padding_chains.py -n 2
+    pytest -m sweep tests/padding/test_padding_products.py -n 2
 
 takes about 20 minutes on 2 cores.
 """
-
-from __future__ import annotations
 
 import inspect
 from collections.abc import Callable

@@ -1,12 +1,8 @@
 """The page of a plan or of a report, read as HTML."""
 
-from __future__ import annotations
-
 import json
 from html.parser import HTMLParser
 from typing import Any
-
-__all__ = ["Page"]
 
 
 class Page(HTMLParser):

@@ -1,7 +1,5 @@
 """Plans of whole models whose pages are tested and pictured."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 

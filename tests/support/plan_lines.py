@@ -1,7 +1,5 @@
 """A plan line by line, to be compared to the letter."""
 
-from __future__ import annotations
-
 from mpcompile.plans.graph_plan import GraphPlan
 
 

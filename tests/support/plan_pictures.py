@@ -4,8 +4,6 @@
 Needs selenium, Chromium and chromedriver.
 """
 
-from __future__ import annotations
-
 import tempfile
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Small programs and made-up device profiles, in front of the pass that plans."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -36,10 +34,7 @@ def profile_of(*samples: Sample) -> Profile:
 
 def both(kind: str, dims: tuple[int, ...], low: float, full: float) -> tuple[Sample, ...]:
     """One size in both dtypes; forward and backward together take these seconds."""
-    return (
-        Sample(kind, BF16, dims, low / 3, low),
-        Sample(kind, FP32, dims, full / 3, full),
-    )
+    return (Sample(kind, BF16, dims, low / 3, low), Sample(kind, FP32, dims, full / 3, full))
 
 
 # FP32 is faster for small products, the low dtype for large ones.

@@ -1,7 +1,5 @@
 """Plans made by hand, for tests of what is done with plans."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from mpcompile.plans import GraphPlan, Plan, PlanNode

@@ -1,7 +1,5 @@
 """Device profiles for tests: the dtypes, a device, and a profile of samples."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """A vision Transformer and a text Transformer that meet in one space, in the manner of CLIP."""
 
-from __future__ import annotations
-
 import math
 
 import torch
@@ -38,8 +36,7 @@ class Block(nn.Module):
     def attention(self, x: Tensor) -> Tensor:
         if self.attn_mask is not None:
             self.attn_mask = self.attn_mask.to(dtype=x.dtype, device=x.device)
-        found: Tensor = self.attn(x, x, x, need_weights=False, attn_mask=self.attn_mask)[0]
-        return found
+        return self.attn(x, x, x, need_weights=False, attn_mask=self.attn_mask)[0]
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.ln_1(x))

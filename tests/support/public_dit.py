@@ -1,7 +1,5 @@
 """A diffusion Transformer in the manner of DiT, with its averaged weights and learned variances."""
 
-from __future__ import annotations
-
 import copy
 import math
 from collections import OrderedDict
@@ -36,8 +34,7 @@ class TimestepEmbedder(nn.Module):
         return torch.cat([torch.cos(angles), torch.sin(angles)], dim=-1)
 
     def forward(self, t: Tensor) -> Tensor:
-        found: Tensor = self.mlp(self.timestep_embedding(t, self.frequencies))
-        return found
+        return self.mlp(self.timestep_embedding(t, self.frequencies))
 
 
 class LabelEmbedder(nn.Module):
@@ -52,8 +49,7 @@ class LabelEmbedder(nn.Module):
         if train and self.forgotten > 0:
             drop = torch.rand(labels.shape[0], device=labels.device) < self.forgotten
             labels = torch.where(drop, CLASSES, labels)
-        found: Tensor = self.embedding_table(labels)
-        return found
+        return self.embedding_table(labels)
 
 
 class Attention(nn.Module):
@@ -66,8 +62,7 @@ class Attention(nn.Module):
         qkv = self.qkv(x).reshape(B, N, 3, HEADS, C // HEADS).permute(2, 0, 3, 1, 4)
         q, k, v = qkv.unbind(0)
         x = F.scaled_dot_product_attention(q, k, v)
-        out: Tensor = self.proj(x.transpose(1, 2).reshape(B, N, C))
-        return out
+        return self.proj(x.transpose(1, 2).reshape(B, N, C))
 
 
 class Block(nn.Module):
@@ -98,8 +93,7 @@ class FinalLayer(nn.Module):
 
     def forward(self, x: Tensor, c: Tensor) -> Tensor:
         shift, scale = self.adaLN_modulation(c).chunk(2, dim=1)
-        out: Tensor = self.linear(modulate(self.norm_final(x), shift, scale))
-        return out
+        return self.linear(modulate(self.norm_final(x), shift, scale))
 
 
 class DiT(nn.Module):

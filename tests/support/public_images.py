@@ -1,7 +1,5 @@
 """MNIST, DCGAN and VAE in the manner of pytorch/examples, and what one step of theirs does."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from public_loops import Clip, Models, Optimizers, Step, optimizer, usual
@@ -67,8 +65,7 @@ class Generator(nn.Module):
         )
 
     def forward(self, noise: Tensor) -> Tensor:
-        made: Tensor = self.main(noise)
-        return made
+        return self.main(noise)
 
 
 class Discriminator(nn.Module):

@@ -1,7 +1,5 @@
 """Character-level GPTs in the manner of nanoGPT and of minGPT, and what one step of theirs does."""
 
-from __future__ import annotations
-
 import math
 
 import torch
@@ -59,8 +57,7 @@ class Attention(nn.Module):
             scores = scores.masked_fill(self.bias[:, :, :T, :T] == 0, float("-inf"))
             y = self.attn_dropout(F.softmax(scores, dim=-1)) @ v
         y = y.transpose(1, 2).contiguous().view(B, T, C)
-        out: Tensor = self.resid_dropout(self.c_proj(y))
-        return out
+        return self.resid_dropout(self.c_proj(y))
 
 
 class Block(nn.Module):

@@ -1,14 +1,10 @@
 """What most public scripts have in common: one model, one optimizer, and the loop around them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
-
-__all__ = ["Clip", "Models", "Optimizers", "Step", "optimizer", "usual"]
 
 Models, Optimizers = Sequence[nn.Module], Sequence[Optimizer]
 Clip = Callable[..., Any]

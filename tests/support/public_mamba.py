@@ -1,7 +1,5 @@
 """A selective state space model in the manner of mamba-minimal: the scan is a loop in Python."""
 
-from __future__ import annotations
-
 import math
 
 import torch
@@ -37,8 +35,7 @@ class Mixer(nn.Module):
         length = x.shape[1]
         x, gate = self.in_proj(x).split(split_size=[INNER, INNER], dim=-1)
         x = self.conv1d(x.transpose(1, 2))[:, :, :length].transpose(1, 2)
-        out: Tensor = self.out_proj(self.ssm(F.silu(x)) * F.silu(gate))
-        return out
+        return self.out_proj(self.ssm(F.silu(x)) * F.silu(gate))
 
     def ssm(self, x: Tensor) -> Tensor:
         A, D = -torch.exp(self.A_log.float()), self.D.float()
@@ -63,8 +60,7 @@ class Block(nn.Module):
         self.mixer, self.norm = Mixer(), RMSNorm()
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.mixer(self.norm(x)) + x
-        return out
+        return self.mixer(self.norm(x)) + x
 
 
 class Mamba(nn.Module):
@@ -81,8 +77,7 @@ class Mamba(nn.Module):
         x = self.embedding(tokens)
         for layer in self.layers:
             x = layer(x)
-        logits: Tensor = self.lm_head(self.norm_f(x))
-        return logits
+        return self.lm_head(self.norm_f(x))
 
 
 def mamba() -> list[nn.Module]:

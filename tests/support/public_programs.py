@@ -4,8 +4,6 @@ A script says how its models, batches and optimizers are made, and what one step
 The step is plain PyTorch: whoever runs it hands it models that are compiled or not.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """An autoencoder with a vector quantizer, in the manner of vector-quantize-pytorch."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from public_loops import optimizer, usual
@@ -154,5 +152,4 @@ adamw = optimizer(torch.optim.AdamW, 3e-3)
 def step(model: nn.Module, x: Tensor) -> Tensor:
     out, _, commitment = model(x)
     out = out.clamp(-1.0, 1.0)
-    loss: Tensor = (out - x).abs().mean() + 10 * commitment
-    return loss
+    return (out - x).abs().mean() + 10 * commitment

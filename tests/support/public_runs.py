@@ -1,7 +1,5 @@
 """Ways to run a public script: in FP64, under autocast as its peer, and by mpcompile."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -2,8 +2,6 @@
 and a Transformer.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
@@ -57,8 +55,7 @@ class PositionalEncoding(nn.Module):
         self.register_buffer("pe", table.unsqueeze(0).transpose(0, 1))
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.dropout(x + self.pe[: x.size(0), :])
-        return out
+        return self.dropout(x + self.pe[: x.size(0), :])
 
 
 class TransformerModel(nn.Module):

@@ -1,7 +1,5 @@
 """A function on several processes, the ranks of one process group that talks through gloo."""
 
-from __future__ import annotations
-
 import os
 import sys
 import tempfile

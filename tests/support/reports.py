@@ -1,7 +1,5 @@
 """Reports made by hand."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from mpcompile.diagnosis.report import NodeNumbers, Report, Update

@@ -1,10 +1,6 @@
 """The repository's own files: where they lie, and the sources of the package."""
 
-from __future__ import annotations
-
 from pathlib import Path
-
-__all__ = ["PACKAGE", "PASSES", "ROOT", "SUPPORT", "sources"]
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "mpcompile"

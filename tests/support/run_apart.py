@@ -1,7 +1,5 @@
 """A short training in a process of its own, for tests of what a user sees."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """How a loss scale moves, told in ifs: what `mpcompile.ir.scale` is compared with."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -8,8 +8,6 @@ out. Seconds are those of `tests/durations.json` (`durations.py`), times how muc
 machine is than usual; a file that is not there is thought to take a minute.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import json

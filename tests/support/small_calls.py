@@ -1,14 +1,10 @@
 """Small modules that are planned for."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
-
-__all__ = ["Calls", "X", "in_two_graphs", "net"]
 
 X = torch.ones(3, 4)
 

@@ -1,11 +1,7 @@
 """A small GPT of Hugging Face's, and its data."""
 
-from __future__ import annotations
-
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, set_seed
-
-__all__ = ["LENGTH", "WORDS", "gpt", "rows"]
 
 WORDS, LENGTH = 32, 12
 

@@ -1,7 +1,5 @@
 """Graphs of optimizer steps for tests: trace a tiny one, run the passes before one, then that."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,8 +20,7 @@ LOW = Gradient(torch.bfloat16, (0,))
 
 
 def traced(
-    make: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
-    tensors: Sequence[torch.Tensor],
+    make: Callable[[list[nn.Parameter]], torch.optim.Optimizer], tensors: Sequence[torch.Tensor]
 ) -> fx.GraphModule:
     """The step of an optimizer over these parameters, before any pass."""
     params = [nn.Parameter(t) for t in tensors]

@@ -1,7 +1,5 @@
 """A training on several ranks, saved with `torch.distributed.checkpoint` as users do."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,11 +10,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_state_dict,
-    set_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree

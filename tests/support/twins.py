@@ -1,7 +1,5 @@
 """A plain torch.optim optimizer and an MPOptimizer over equal parameters, stepped side by side."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -48,10 +46,7 @@ class Twins:
             optimizer.step()
 
     def step_clipped(
-        self,
-        to: float,
-        gradients: Sequence[torch.Tensor | None] | None = None,
-        **tolerance: float,
+        self, to: float, gradients: Sequence[torch.Tensor | None] | None = None, **tolerance: float
     ) -> None:
         """A step that clips the gradients; `optimizer` does so by itself, and tells their norm."""
         self.give(gradients)

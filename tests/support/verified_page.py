@@ -6,8 +6,6 @@ It ends with 1 where more than 2% of the cases end uncompiled. Without cases in 
 stays as it is.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

@@ -6,8 +6,6 @@ operator by operator. A value is wrong if it is more than three times as far fro
 Where eager's error is small by luck, other inputs tell: those moved by a rounding, then others.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import math
@@ -124,7 +122,7 @@ def examine(subject: Subject, how: How) -> Outcome:
     return outcome
 
 
-def _judged(outcome: Outcome, truth: _Truth, run_: Any, values: list[Any]) -> list[str]:
+def _judged(outcome: Outcome, truth: "_Truth", run_: Any, values: list[Any]) -> list[str]:
     wrong = truth.wrong(0, values, outcome)
     for seed in range(1, DRAWS if wrong else 0):  # or it is no more than a flip
         again = truth.wrong(seed, run(run_, truth.subject.draw(seed), truth.how), None)
@@ -132,7 +130,7 @@ def _judged(outcome: Outcome, truth: _Truth, run_: Any, values: list[Any]) -> li
     return wrong
 
 
-def _is_right(subject: Subject, how: How, truth: _Truth) -> bool:
+def _is_right(subject: Subject, how: How, truth: "_Truth") -> bool:
     """Whether what Inductor makes by itself, without verification, is right here."""
     torch._dynamo.reset()
     plain = _compiled(subject, how, "inductor", verify=False)
@@ -251,8 +249,7 @@ class _Truth:
         if seed not in self._known:
             program, arguments = self.subject.program, self.subject.draw(seed)
             self._known[seed] = run(program, arguments, self.how, wide=True)
-        found: list[torch.Tensor | None] = self._known[seed]
-        return found
+        return self._known[seed]
 
     def eager(self, seed: int, nudge: int | None) -> list[torch.Tensor | None]:
         if self._eager is None:

@@ -1,11 +1,7 @@
 """What doesn't hold on every torch of the supported range, and whose fault that is."""
 
-from __future__ import annotations
-
 import pytest
 import torch
-
-__all__ = ["before", "not_on", "since"]
 
 
 def before(version: str) -> bool:

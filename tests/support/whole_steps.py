@@ -10,8 +10,6 @@ Nothing is handed to Inductor, which would take an hour or two. To have it so:
     WHOLE_STEP_EMIT=inductor pytest tests/whole_step/test_whole_step_*.py
 """
 
-from __future__ import annotations
-
 import os
 import re
 import warnings

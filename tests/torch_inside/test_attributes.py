@@ -1,7 +1,5 @@
 """What mpcompile reads inside torch is as it was read: each release is tried by these first."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

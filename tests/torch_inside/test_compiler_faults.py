@@ -1,7 +1,5 @@
 """Faults of Inductor and of the C++ compiler: right values through mpcompile."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """Which faults of torch itself the installed release has: a small program shows each."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 import subprocess

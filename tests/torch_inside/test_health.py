@@ -1,7 +1,5 @@
 """What can't do without a name that is gone is off: said, and never silently wrong."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import warnings

@@ -1,7 +1,5 @@
 """What stands in the place of something of torch's is gone when the compile is."""
 
-from __future__ import annotations
-
 import gc
 import sys
 import types

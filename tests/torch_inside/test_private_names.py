@@ -1,7 +1,5 @@
 """Only `mpcompile/torch_inside/` takes private names of torch: read off the source of all rooms."""
 
-from __future__ import annotations
-
 import ast
 import functools
 from collections import Counter

@@ -1,7 +1,5 @@
 """Faults of torch itself: a model of ours never meets them."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from typing import Any

@@ -2,8 +2,6 @@
 What is put in the place of a method of torch's stands where the release calls it.
 """
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Callable, Iterator

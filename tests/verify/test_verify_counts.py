@@ -1,7 +1,5 @@
 """A buffer that the forward writes and the program reads back, such as a count of its calls."""
 
-from __future__ import annotations
-
 import warnings
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A first call, with a stand-in for Inductor that computes right or wrong."""
 
-from __future__ import annotations
-
 import json
 import warnings
 from collections.abc import Callable, Iterator, Sequence

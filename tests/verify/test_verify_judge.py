@@ -1,7 +1,5 @@
 """By rounding, not by a constant: what is right, and what is wrong."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

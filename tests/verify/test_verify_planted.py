@@ -2,8 +2,6 @@
 line.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import warnings
@@ -34,8 +32,7 @@ class Net(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden = F.gelu(self.first(x))
         hidden = hidden + torch.tanh(self.second(hidden)) * torch.exp(-hidden)
-        result: torch.Tensor = self.last(hidden)
-        return result
+        return self.last(hidden)
 
 
 def made() -> Net:

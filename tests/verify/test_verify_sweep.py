@@ -9,8 +9,6 @@ wrong is wrong, and none further off than three times eager's rounding gets past
 where more than 2% of the cases end uncompiled.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 

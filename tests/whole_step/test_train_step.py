@@ -1,7 +1,5 @@
 """A whole training step as one compiled function: forward, backward, and the optimizer's step."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

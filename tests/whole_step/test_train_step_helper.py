@@ -1,7 +1,5 @@
 """`train_step(model, optimizer, loss_fn)`: the step of a plain loop, as one function."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 
@@ -26,8 +24,7 @@ class TwoInputs(nn.Module):
         self.first, self.last = nn.Linear(16, 32), nn.Linear(32, 8)
 
     def forward(self, x: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = self.last(F.gelu(self.first(x) + shift))
-        return y
+        return self.last(F.gelu(self.first(x) + shift))
 
 
 def options() -> dict[str, Any]:

@@ -2,8 +2,6 @@
 disabled region keeps what the program says.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 

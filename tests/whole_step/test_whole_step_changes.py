@@ -1,7 +1,5 @@
 """What a user changes between two calls of a whole training step."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Kinds of functions, their arguments, shapes that change, and errors of the user's own."""
 
-from __future__ import annotations
-
 import functools
 import re
 import threading

@@ -2,8 +2,6 @@
 or too much, without an error.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

@@ -2,8 +2,6 @@
 LSTMs, and the memory that micro-batches take. The other files compile without it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Training steps that can't be one graph run in pieces, say why once, and are right."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Whole training steps: accumulation, schedules, clipping, and when gradients are set to None."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

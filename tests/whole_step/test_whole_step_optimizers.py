@@ -1,7 +1,5 @@
 """Whole training steps with every optimizer of torch's own list."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """Training that is saved between two whole steps and goes on elsewhere, as a whole or in pieces."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Callable
 from typing import Any

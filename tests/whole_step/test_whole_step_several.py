@@ -1,7 +1,5 @@
 """Whole training steps with several models, optimizers, losses and backwards."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

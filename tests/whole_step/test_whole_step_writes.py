@@ -1,7 +1,5 @@
 """Whole training steps that write to parameters, averages and buffers besides the optimizer."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

@@ -5,8 +5,6 @@ Python imports this file at its start where its folder is on PYTHONPATH: in a te
 "reached": folder}`; each fault as `faults.Fault` or `mutants.Mutant` has it.
 """
 
-from __future__ import annotations
-
 import ast
 import importlib.machinery
 import json
@@ -67,8 +65,7 @@ def _install(given: dict[str, Any]) -> None:
             tree = faults.planted(ast.parse(text), faults.Fault(**fault))
         else:
             tree = faults.watched(
-                ast.parse(text),
-                {n: faults.Fault(**f) for n, f in mine.items() if "old" not in f},
+                ast.parse(text), {n: faults.Fault(**f) for n, f in mine.items() if "old" not in f}
             )
         return compile(tree, self.path, "exec")
 

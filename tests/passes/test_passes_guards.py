@@ -1,20 +1,185 @@
-"""keep_compared: what is compared with something picked from it is read from memory by all."""
-
-from __future__ import annotations
+"""Guards that keep values in FP32 or in one place: of results that share memory, of what a matrix
+factorisation reads, of what is compared with something picked from it.
+"""
 
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from compare import LEVELS, check, fallback_reason, leaf
 from graphs import Stage
-from torch import nn
-from torch.nn import functional as F
+from module_of import module_of
+from torch import Tensor, nn
 
 import mpcompile
-from mpcompile import ir
+from mpcompile import Policy, ir, pipeline
 from mpcompile.ir import spec
+from mpcompile.passes.graph.guard_aliases import guard_aliases
 from mpcompile.passes.graph.keep_compared import keep_compared
+
+# -- guard_aliases ---------------------------------------------------------------------------------
+
+
+def whole_and_view(x: Tensor, w: Tensor) -> Any:
+    h = F.linear(x, w)
+    return h, h.view(-1)
+
+
+def parts(x: Tensor, w: Tensor) -> Any:
+    return F.linear(x, w).transpose(0, 1).chunk(2, 0)
+
+
+def test_applies() -> None:
+    stage = Stage(guard_aliases, whole_and_view, leaf(8, 16), leaf(16, 16))
+    stage.run_twice()
+    stage.expect_marks("""\
+linear: LOW [table]
+view: FULL [alias]
+""")
+
+
+def test_up_to_what_makes_the_memory() -> None:
+    stage = Stage(guard_aliases, parts, leaf(8, 16), leaf(16, 16))
+    stage.run_twice()
+    stage.expect_marks("""\
+linear: LOW [table]
+transpose: FULL [alias]
+chunk: FULL [alias]
+getitem: FULL [alias]
+getitem_1: FULL [alias]
+""")
+
+
+def test_one_result_alone() -> None:
+    def alone(x: Tensor, w: Tensor) -> Any:
+        h = F.linear(x, w).view(-1)
+        return h, h, x.sum()
+
+    stage = Stage(guard_aliases, alone, leaf(8, 16), leaf(16, 16))
+    before = stage.marks
+    stage.run()
+    assert stage.marks == before
+
+
+def test_a_view_that_is_tracked_though_made_under_no_grad() -> None:
+    def program(x: Tensor, w: Tensor) -> Any:
+        h = F.linear(x, w)
+        with torch.no_grad():
+            return h.view(-1), h.relu()
+
+    stage = Stage(guard_aliases, program, leaf(8, 16), leaf(16, 16))
+    stage.run_twice()
+    stage.expect_marks("""\
+linear: LOW [table]
+_set_grad_enabled: KEEP [captured]
+view: FULL [alias]
+relu: FOLLOW [table]
+_set_grad_enabled_1: KEEP [captured]
+""")
+
+
+def test_the_users_word_is_not_overruled() -> None:
+    policy = Policy(nodes={"view": "low"})
+    stage = Stage(guard_aliases, whole_and_view, leaf(8, 16), leaf(16, 16), policy=policy)
+    before = stage.marks
+    stage.run()
+    assert stage.marks == before
+
+
+def test_without_it_the_specification_refuses_the_graph(monkeypatch: Any) -> None:
+    def nothing(gm: torch.fx.GraphModule, config: Any) -> bool:
+        return False
+
+    passes = tuple(nothing if p is guard_aliases else p for p in pipeline.PASSES)
+    monkeypatch.setattr(pipeline, "PASSES", passes)
+    for scale in ("dynamic", "none"):
+        torch._dynamo.reset()
+        reason = fallback_reason(whole_and_view, leaf(8, 16), leaf(16, 16), loss_scale=scale)
+        assert "no longer lies in the memory of" in reason
+
+
+# -- guard_factorisations --------------------------------------------------------------------------
+
+
+def gram(x: torch.Tensor) -> torch.Tensor:
+    return x @ x.mT
+
+
+def determined(x: torch.Tensor) -> torch.Tensor:
+    """A positive definite matrix whose smallest eigenvalue FP16 would round away."""
+    return torch.linalg.cholesky(gram(x) + 1e-2 * torch.eye(x.shape[0])).diagonal()
+
+
+def features() -> torch.Tensor:
+    """Sixteen points in eight dimensions: their Gram matrix has rank eight, entries near 10."""
+    torch.manual_seed(0)
+    return torch.randn(16, 8).mul(4).requires_grad_()
+
+
+@LEVELS
+def test_guard_factorisations_applies(level: str) -> None:
+    seen = check(determined, features(), level=level, tolerance=1e-3)
+    assert seen.ops("LOW") == []
+    (plan,) = seen.plans
+    product = next(n for n in plan.nodes if n.op == "aten::matmul")
+    assert (product.precision, product.rule) == ("FULL", "guard")
+    assert product.reason == "linalg_cholesky reads it, and would multiply its rounding"
+
+
+@LEVELS
+def test_reaches_through_views_and_elementwise_operators(level: str) -> None:
+    def program(x: torch.Tensor) -> torch.Tensor:
+        symmetric = (gram(x) + gram(x).mT) / 2
+        return torch.linalg.slogdet(symmetric.view(1, 16, 16)[0] + torch.eye(16))[1]
+
+    assert check(program, features(), level=level, tolerance=1e-3).ops("LOW") == []
+
+
+@LEVELS
+def test_stops_at_the_first_product(level: str) -> None:
+    """What the product itself reads may be low: a product of rounded factors is a true product."""
+
+    def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
+        return m.out(determined(m.embed(x)))
+
+    head = module_of(forward, embed=nn.Linear(8, 8), out=nn.Linear(16, 4))
+    seen = check(head, features(), level=level, tolerance=0.1, low=["linear"])
+    assert seen.ops("LOW").count("linear") == 2
+    assert "matmul" in seen.ops("FULL")
+
+
+@LEVELS
+def test_leaves_others_alone(level: str) -> None:
+    """Another reader of the same value, and a product that nobody factorises."""
+
+    def program(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.linalg.det(gram(x) + torch.eye(16)).log(), gram(x) @ x
+
+    seen = check(program, features(), level=level)
+    assert seen.ops("LOW").count("matmul") == 2
+    assert seen.ops("FULL").count("matmul") == 1
+
+
+def test_the_users_word_beats_it() -> None:
+    def program(x: torch.Tensor) -> torch.Tensor:
+        return torch.linalg.det(gram(x) + 100 * torch.eye(16)).log()
+
+    assert "matmul" in check(program, features(), policy=Policy(low=["matmul"])).ops("LOW")
+
+
+def test_o3_has_no_rules() -> None:
+    def program(x: torch.Tensor) -> torch.Tensor:
+        return torch.linalg.slogdet(gram(x) + 100 * torch.eye(16))[1]
+
+    seen = check(program, features(), level="O3")
+    assert "matmul" in seen.ops("LOW")
+    assert "linalg_slogdet" in seen.ops("FULL")  # not even O3 runs an operator without a kernel
+
+
+# -- keep_compared ---------------------------------------------------------------------------------
+
 
 torch.manual_seed(0)
 X, W = torch.randn(4, 16, 16), torch.randn(16, 16, requires_grad=True)
