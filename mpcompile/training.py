@@ -57,17 +57,14 @@ class Training:
     def kept_for(self, planned: Planned) -> kept_copies.KeptCopies:
         """What gives the rewritten graph its copies of weights where some of them are kept."""
         kept = [i in self.kept for i in planned.inputs.copies.values()]
-        placeholders = planned.graph.graph.find_nodes(op="placeholder")
-        shapes = [ir.value(placeholders[k]).shape for k in planned.inputs.copies]
+        shapes = _shapes_of_copies(planned)
         return kept_copies.KeptCopies(self.low, self.facts.target.device, shapes, kept)
 
     def reader_for(self, planned: Planned) -> copies.Reader | None:
         """What gives the rewritten graph its working copies; None where it reads none."""
         if not planned.inputs.copies:
             return None
-        inputs = planned.graph.graph.find_nodes(op="placeholder")
-        shapes = [tuple(ir.value(inputs[k]).shape) for k in planned.inputs.copies]
-        return copies.Reader(self.low, self.scale_in(planned), shapes)
+        return copies.Reader(self.low, self.scale_in(planned), _shapes_of_copies(planned))
 
     def read_in_full(self, planned: Planned) -> list[int]:
         """The inputs that are an optimizer's parameters, and that the graph reads in FP32."""
@@ -78,11 +75,15 @@ class Training:
         """The parameters that the rewritten graph reads as copies, in the order of its inputs, each
         with its copy, which is made if need be.
         """
-        placeholders = planned.graph.graph.find_nodes(op="placeholder")
-        for k, of in planned.inputs.copies.items():
-            master = self.examples[of]
+        shapes = _shapes_of_copies(planned)
+        for of, shape in zip(planned.inputs.copies.values(), shapes, strict=True):
             made_by = kept_copies.copy_of if of in self.kept else copies.copy_of
-            yield master, made_by(master, self.low, ir.value(placeholders[k]).shape)
+            yield self.examples[of], made_by(self.examples[of], self.low, shape)
+
+
+def _shapes_of_copies(planned: Planned) -> list[tuple[int, ...]]:
+    inputs = planned.graph.graph.find_nodes(op="placeholder")
+    return [tuple(ir.value(inputs[k]).shape) for k in planned.inputs.copies]
 
 
 def training_of(

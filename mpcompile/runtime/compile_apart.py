@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import inspect
 import itertools
 import random
 from collections.abc import Callable, Iterator
@@ -15,20 +14,15 @@ import torch
 from torch import nn
 
 from ..errors import MPCompileError
-from ..torch_inside.dynamo import no_recompile_limit
 from ..torch_inside.modules import plain_call
 from ..torch_inside.names import get_code_state
 from .left_to_python import entry
+from .owned_backend import compiled_by
 
 __all__ = ["compiled_apart", "nothing_compiled", "nothing_happened"]
 
 _numbers = itertools.count()
-
-# Such a compile should not use up Dynamo's limit of compiles for a function (torch 2.12 has no such
-# option).
-_APART: dict[str, Any] = {"isolate_recompiles": True}
-if not _APART.keys() <= inspect.signature(torch.compile).parameters.keys():
-    _APART = {}
+_ENOUGH = 1000  # whatever limit its functions have reached (torch 2.12, else `compiled_by`)
 
 
 def compiled_apart(
@@ -37,18 +31,7 @@ def compiled_apart(
     """The module's call, compiled for fixed sizes under a name of its own, with `purpose` in it."""
     name = f"{purpose}_{next(_numbers)}_of_{type(module).__name__}"
     own = entry(plain_call(type(module)), module, name)
-    compiled = torch.compile(own, backend=backend, dynamic=False, **_APART)
-    return compiled if _APART else _unlimited(compiled)
-
-
-def _unlimited(compiled: Callable[..., Any]) -> Callable[..., Any]:
-    """The same without Dynamo's limits, which earlier compiles may have reached."""
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        with no_recompile_limit():
-            return compiled(*args, **kwargs)
-
-    return run
+    return compiled_by(backend, own, dynamic=False, recompile_limit=_ENOUGH)
 
 
 def nothing_compiled(name: str) -> MPCompileError:

@@ -36,7 +36,7 @@ from ..plans.plan import ENOUGH
 from ..plans.plan_text import shortened
 from ..torch_inside.modules import compiled_call, plain_call, set_compiled_call
 from .outside_products import Outside
-from .own_code import with_own_code
+from .owned_backend import with_own_code
 
 __all__ = ["Looking", "enter_by_itself", "entry", "looked_into", "shared_entry"]
 

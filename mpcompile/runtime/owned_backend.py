@@ -1,30 +1,38 @@
-"""torch.compile by a backend that lives as long as what it compiles.
+"""What is compiled of a model lives as long as the model.
 
 torch lists the backends of a process (for `torch.compiler.reset()`), and with each what it was made
 with: here a model's loss scale and plans. So torch is given one that knows ours by a weak
-reference, and the compiled function holds ours.
+reference, and the compiled function holds ours. What Dynamo compiles of a function, it keeps at the
+function's code, which all functions of one `def` share. Its limits, the sizes it has seen, and what
+a reset drops are the code's, too. So a model's call has a code object of its own.
 """
 
 from __future__ import annotations
 
 import inspect
+import types
 import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ..lower.tracing_settings import check_set, take_back
-from ..torch_inside.dynamo import recompile_limit, traced_code
-from .own_code import compiled_for
+from ..torch_inside.dynamo import drop_compiled, traced_code
+from ..torch_inside.names import cache_entries, dynamo_config
 
-__all__ = ["compiled_by"]
+__all__ = ["compiled_by", "drop_unused", "with_own_code"]
 
 # Dynamo compiles a function 8 times, unless it is told another limit. Training, evaluation and
 # inference mode, each in fixed and in changing sizes, are six of these; each block that is
 # unfrozen, and each size with dynamic=False, is another.
-_LIMIT, _THEIRS, _ENOUGH = "recompile_limit", 8, 32
-_KNOWN = inspect.signature(torch.compile).parameters
+_THEIRS, _ENOUGH = 8, 32
+_ISOLATES = "isolate_recompiles" in inspect.signature(torch.compile).parameters  # not in torch 2.12
+
+# Codes of which a graph was compiled -> the functions in whose calls that was. Beside a model's own
+# code these are what runs behind a break, and methods whose callers broke; these are shared.
+_users: Any = WeakIdKeyDictionary()
 
 
 def compiled_by(
@@ -39,14 +47,52 @@ def compiled_by(
         assert ours is not None
         compiled_graph = ours(gm, example_inputs)
         take_back()
-        compiled_for(user(), traced_code())
+        _compiled_for(user(), traced_code())
         return compiled_graph
 
-    if _LIMIT in _KNOWN and recompile_limit() == _THEIRS:
-        kwargs = {_LIMIT: _ENOUGH, **kwargs}
-    if "isolate_recompiles" in _KNOWN:  # the limit is each model's, not that of a shared method
+    if dynamo_config.recompile_limit == _THEIRS:
+        kwargs = {"recompile_limit": _ENOUGH, **kwargs}
+    if _ISOLATES:  # the limit is each model's, not that of a method that models share
         kwargs = {"isolate_recompiles": True, **kwargs}
     compiled = torch.compile(function, backend=theirs, **kwargs)
     vars(compiled)["_mpcompile_backend"] = backend
     user = weakref.ref(compiled)
     return compiled
+
+
+def with_own_code(function: Callable[..., Any], name: str) -> types.FunctionType:
+    """A copy of a function, whose code has this name for Dynamo."""
+    drop_unused()
+    assert isinstance(function, types.FunctionType)
+    code = function.__code__.replace(co_name=name)
+    own = types.FunctionType(
+        code, function.__globals__, function.__name__, function.__defaults__, function.__closure__
+    )
+    own.__kwdefaults__ = function.__kwdefaults__
+    return own
+
+
+def _compiled_for(user: Callable[..., Any] | None, code: types.CodeType | None) -> None:
+    """Note that a graph of this code was compiled in a call of `user`: the graphs hold the code, at
+    which they are kept, so they are dropped after the last user, when the next one is made.
+
+    Not as it goes: it may go because its code is being reset (`torch.compiler.reset()`), and torch
+    frees twice what is reset within that.
+    """
+    if user is not None and code is not None:
+        _users.setdefault(code, weakref.WeakSet()).add(user)
+
+
+def drop_unused() -> None:
+    """Drop what was compiled of functions that are gone, and of those that go with it."""
+    while unused := [code for code, users in list(_users.items()) if not users]:
+        for code in unused:
+            del _users[code]
+            if all(
+                map(_is_ours, cache_entries(code))
+            ):  # else the user compiled it, too: that stays
+                drop_compiled(code)
+
+
+def _is_ours(entry: Any) -> bool:
+    return getattr(getattr(entry.backend, "compiler_fn", None), "__module__", None) == __name__

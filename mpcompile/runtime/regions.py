@@ -26,9 +26,9 @@ from ..errors import MPCompileError
 from ..ranks import fsdp
 from ..rules.policy import Policy
 from ..scaling import parameters
-from ..torch_inside.dynamo import calls_of_modules, recompile_limit
+from ..torch_inside.dynamo import calls_of_modules
 from ..torch_inside.modules import compiled_call, hooks_around, set_compiled_call
-from ..torch_inside.names import compile_lock
+from ..torch_inside.names import compile_lock, dynamo_config
 from .sharded_call import ends_graph
 
 __all__ = ["Regions"]
@@ -130,7 +130,7 @@ class Shared:
                 run, hooks = self._compiled(self._count), now
             if run is not None:
                 return run(module, *args, **kwargs)
-            many = self._kinds >= recompile_limit() // 2
+            many = self._kinds >= dynamo_config.recompile_limit // 2
             run, before = self._compiled(self._count) if many else self._shared, self._graphs
             result = run(module, *args, **kwargs)
             self._kinds += self._graphs > before

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,7 +21,6 @@ from .names import (
     builder,
     callback_handler,
     compile_lock,
-    dynamo_config,
     get_metrics_context,
     get_mod_inlinelist,
     graph_break,
@@ -154,19 +152,6 @@ def compile_session() -> Iterator[None]:
 
 def _translator() -> Any:
     return getattr(tls, "current_tx", None)  # a thread that has traced nothing has none
-
-
-def recompile_limit() -> int:
-    """How often Dynamo compiles one function."""
-    return dynamo_config.recompile_limit
-
-
-def no_recompile_limit() -> AbstractContextManager[Any]:
-    """A context in which Dynamo compiles a function as often as it is asked to."""
-    limits: AbstractContextManager[Any] = dynamo_config.patch(
-        recompile_limit=1000, accumulated_recompile_limit=1000
-    )
-    return limits
 
 
 @contextlib.contextmanager

@@ -103,6 +103,7 @@ with needed_for(Part.COMPILE):
     from torch._dynamo import config as dynamo_config
     from torch._dynamo.callback import CallbackArgs, callback_handler
     from torch._dynamo.convert_frame import compile_lock  # held while Dynamo compiles
+    from torch._dynamo.eval_frame import _debug_get_cache_entry_list as cache_entries
     from torch._dynamo.exc import (
         BackendCompilerFailed,
         RestartAnalysis,

@@ -28,8 +28,7 @@ from ..optim.eager import op_by_op
 from ..optim.shadow import StateAppeared
 from ..plans.graph_plan import GraphPlan
 from ..runtime.module_call import running
-from ..runtime.own_code import with_own_code
-from ..runtime.owned_backend import compiled_by
+from ..runtime.owned_backend import compiled_by, with_own_code
 from ..torch_inside.names import BackendCompilerFailed, FailOnRecompileLimitHit, reset_code
 from ..torch_inside.private_names import Part, why_off
 from .backend import ON_VALUES, WholeBackend

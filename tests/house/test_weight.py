@@ -12,10 +12,10 @@ from collections.abc import Iterator
 from repository import ROOT, sources
 
 LIMITS = {
-    "lines of source": 42476,
-    "lines of code": 26845,
-    "files of source": 306,
-    "lines of tests": 63486,
+    "lines of source": 42471,
+    "lines of code": 26844,
+    "files of source": 305,
+    "lines of tests": 63485,
     "warnings that count more than two frames": 18,
     "registries of modules": 28,
 }

@@ -14,8 +14,7 @@ from torch import fx, nn
 from mpcompile import MPOptimizer, loss_scale_of, mpcompile
 from mpcompile.optim.step import CompiledStep
 from mpcompile.plans.graph_plan import GraphPlan
-from mpcompile.runtime.own_code import drop_unused, with_own_code
-from mpcompile.runtime.owned_backend import compiled_by
+from mpcompile.runtime.owned_backend import compiled_by, drop_unused, with_own_code
 from mpcompile.scaling.loss_scale import LossScale
 
 pytestmark = [pytest.mark.slow("trains, drops it, and looks at what is left"), pytest.mark.inside]
