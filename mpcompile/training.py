@@ -68,8 +68,8 @@ class Training:
 
     def read_in_full(self, planned: Planned) -> list[int]:
         """The inputs that are an optimizer's parameters, and that the graph reads in FP32."""
-        in_full = [i for i in self.owned if i not in planned.inputs.copies]
-        return [i for i in in_full if is_leaf(self.examples[i])]
+        copied, examples = planned.inputs.copies, self.examples
+        return [i for i in self.owned if i not in copied and is_leaf(examples[i])]
 
     def copies_for(self, planned: Planned) -> Iterator[tuple[torch.Tensor, copies.WorkingCopy]]:
         """The parameters that the rewritten graph reads as copies, in the order of its inputs, each

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from ..errors import MPCompileError, MPCompileWarning
 from ..plans.plan_text import shortened
+from ..torch_inside.dynamo import whole_of
 from ..torch_inside.names import get_compilation_metrics
 from ..torch_inside.private_names import MissingInTorch
 
@@ -26,9 +27,6 @@ __all__ = ["compiled", "look", "look_before_step"]
 _Code = tuple[str, str, int]  # a function's name, its file and first line
 
 _LIMIT = "recompile limit"
-
-# What stands before a break may have no graph; without it, what is behind it isn't reached.
-_BEHIND_A_BREAK, _ANY = re.compile("torch_dynamo_resume_in_(.+)_at_"), 0
 
 
 class _State:
@@ -48,11 +46,11 @@ _state = _State()
 
 
 def compiled(code: CodeType | None, *, strict: bool) -> None:
-    """Note that a graph of this code was compiled by us."""
-    if code is not None:
-        _state.strict[code.co_name, code.co_filename, code.co_firstlineno] = strict
-        if (before := _BEHIND_A_BREAK.match(code.co_name)) is not None:
-            _state.strict[before[1], code.co_filename, _ANY] = strict
+    """Note that a graph of this code was compiled by us. Behind a graph break, the function's own
+    code counts as well: it may have no graph before, and without it the break isn't reached.
+    """
+    for one in () if code is None else (code, whole_of(code)):
+        _state.strict[one.co_name, one.co_filename, one.co_firstlineno] = strict
 
 
 def look() -> None:
@@ -93,8 +91,7 @@ def _say(given_up: Any, known: Sequence[Any]) -> None:
             reasons = {}
         elif one.recompile_reason:
             reasons[_plain(one.recompile_reason)] = None
-    strict = _state.strict.get(code, _state.strict.get((*code[:2], _ANY)))
-    if strict is None:
+    if code not in _state.strict:
         return
     text = (
         f"mpcompile: {re.sub(r'_[0-9]+$', '', code[0])} was compiled {count} times, torch's "
@@ -102,7 +99,7 @@ def _say(given_up: Any, known: Sequence[Any]) -> None:
         f"{shortened([*reversed(reasons)], most=3)}. Keep that the same, or raise "
         "torch._dynamo.config.recompile_limit before you compile the model"
     )
-    if strict:
+    if _state.strict[code]:
         raise MPCompileError(text)
     warnings.warn(text, MPCompileWarning, stacklevel=2)
 

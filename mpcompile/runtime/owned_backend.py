@@ -20,7 +20,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ..lower.tracing_settings import check_set, take_back
 from ..torch_inside.dynamo import drop_compiled, traced_code
-from ..torch_inside.names import cache_entries, dynamo_config
+from ..torch_inside.names import cache_entries, compile_lock, dynamo_config
 
 __all__ = ["compiled_by", "drop_unused", "with_own_code"]
 
@@ -45,16 +45,15 @@ def compiled_by(
         check_set()
         ours = known()
         assert ours is not None
+        _compiled_for(user(), traced_code())
         compiled_graph = ours(gm, example_inputs)
         take_back()
-        _compiled_for(user(), traced_code())
         return compiled_graph
 
-    if dynamo_config.recompile_limit == _THEIRS:
-        kwargs = {"recompile_limit": _ENOUGH, **kwargs}
-    if _ISOLATES:  # the limit is each model's, not that of a method that models share
-        kwargs = {"isolate_recompiles": True, **kwargs}
-    compiled = torch.compile(function, backend=theirs, **kwargs)
+    # The limit is each model's, not that of a method that models share.
+    own: dict[str, Any] = {"isolate_recompiles": True} if _ISOLATES else {}
+    own |= {"recompile_limit": _ENOUGH} if dynamo_config.recompile_limit == _THEIRS else {}
+    compiled = torch.compile(function, backend=theirs, **{**own, **kwargs})
     vars(compiled)["_mpcompile_backend"] = backend
     user = weakref.ref(compiled)
     return compiled
@@ -73,7 +72,7 @@ def with_own_code(function: Callable[..., Any], name: str) -> types.FunctionType
 
 
 def _compiled_for(user: Callable[..., Any] | None, code: types.CodeType | None) -> None:
-    """Note that a graph of this code was compiled in a call of `user`: the graphs hold the code, at
+    """Note that a graph of this code is compiled in a call of `user`: the graphs hold the code, at
     which they are kept, so they are dropped after the last user, when the next one is made.
 
     Not as it goes: it may go because its code is being reset (`torch.compiler.reset()`), and torch
@@ -84,15 +83,14 @@ def _compiled_for(user: Callable[..., Any] | None, code: types.CodeType | None) 
 
 
 def drop_unused() -> None:
-    """Drop what was compiled of functions that are gone, and of those that go with it."""
-    while unused := [code for code, users in list(_users.items()) if not users]:
-        for code in unused:
-            del _users[code]
-            if all(
-                map(_is_ours, cache_entries(code))
-            ):  # else the user compiled it, too: that stays
-                drop_compiled(code)
-
-
-def _is_ours(entry: Any) -> bool:
-    return getattr(getattr(entry.backend, "compiler_fn", None), "__module__", None) == __name__
+    """Drop what was compiled of functions that are gone, and of those that go with it; but not
+    where the user has compiled the same code.
+    """
+    while unused := [(code, users) for code, users in list(_users.items()) if not users]:
+        for code, users in unused:
+            with compile_lock:  # another thread may be compiling it, for a user of its own
+                if users or _users.pop(code, None) is None:
+                    continue
+                backends = (getattr(e.backend, "compiler_fn", None) for e in cache_entries(code))
+                if all(getattr(b, "__module__", None) == __name__ for b in backends):
+                    drop_compiled(code)

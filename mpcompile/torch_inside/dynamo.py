@@ -13,6 +13,7 @@ from torch import nn
 
 from .names import (
     ConstantVariable,
+    ContinueExecutionCache,
     FunctoolsPartialVariable,
     OutputGraph,
     TorchInGraphFunctionVariable,
@@ -63,12 +64,17 @@ def traced_output() -> OutputGraph | None:
     return None if translator is None else translator.output
 
 
+def whole_of(code: CodeType) -> CodeType:
+    """The function's own code, for what Dynamo makes of it to go on with behind a graph break."""
+    made = ContinueExecutionCache.generated_code_metadata.get(code)
+    return code if made is None else made.code
+
+
 def drop_compiled(code: CodeType) -> None:
     """Drop what was compiled of this code. Torch's notes on this thread's compiles go, too: they
     hold the code of each program with a break that was ever compiled, and torch never drops them.
     """
-    context = get_metrics_context()
-    if not context.in_progress():
+    if not (context := get_metrics_context()).in_progress():
         context._edits.clear()
     reset_code(code)
 
@@ -99,14 +105,12 @@ def inlined(file: str) -> Iterator[None]:
     meets outside of a graph are left to Python all the same.)
     """
     files = get_mod_inlinelist()
-    if file in files:
-        yield
-        return
-    files.add(file)
+    added = {file} - files
+    files.update(added)
     try:
         yield
     finally:
-        files.discard(file)
+        files.difference_update(added)
 
 
 def calls_of_modules(ends: Callable[[nn.Module], bool]) -> Replacement:

@@ -109,6 +109,7 @@ with needed_for(Part.COMPILE):
         RestartAnalysis,
         TensorifyScalarRestartAnalysis,
     )
+    from torch._dynamo.resume_execution import ContinueExecutionCache
     from torch._dynamo.symbolic_convert import tls  # knows what is traced
     from torch._dynamo.trace_rules import get_mod_inlinelist  # lists torch's own files
     from torch._dynamo.utils import get_metrics_context

@@ -13,9 +13,9 @@ from repository import ROOT, sources
 
 LIMITS = {
     "lines of source": 42471,
-    "lines of code": 26844,
+    "lines of code": 26839,
     "files of source": 305,
-    "lines of tests": 63485,
+    "lines of tests": 63483,
     "warnings that count more than two frames": 18,
     "registries of modules": 28,
 }

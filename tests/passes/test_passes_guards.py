@@ -31,25 +31,15 @@ def parts(x: Tensor, w: Tensor) -> Any:
     return F.linear(x, w).transpose(0, 1).chunk(2, 0)
 
 
-def test_applies() -> None:
-    stage = Stage(guard_aliases, whole_and_view, leaf(8, 16), leaf(16, 16))
+@pytest.mark.parametrize(
+    ("program", "aliases"),
+    [(whole_and_view, ["view"]), (parts, ["transpose", "chunk", "getitem", "getitem_1"])],
+)
+def test_up_to_what_makes_the_memory(program: Any, aliases: list[str]) -> None:
+    stage = Stage(guard_aliases, program, leaf(8, 16), leaf(16, 16))
     stage.run_twice()
-    stage.expect_marks("""\
-linear: LOW [table]
-view: FULL [alias]
-""")
-
-
-def test_up_to_what_makes_the_memory() -> None:
-    stage = Stage(guard_aliases, parts, leaf(8, 16), leaf(16, 16))
-    stage.run_twice()
-    stage.expect_marks("""\
-linear: LOW [table]
-transpose: FULL [alias]
-chunk: FULL [alias]
-getitem: FULL [alias]
-getitem_1: FULL [alias]
-""")
+    marks = ["linear: LOW [table]", *(f"{name}: FULL [alias]" for name in aliases)]
+    stage.expect_marks("\n".join(marks) + "\n")
 
 
 def test_one_result_alone() -> None:
