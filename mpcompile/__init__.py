@@ -15,9 +15,9 @@ from .errors import MPCompileError, MPCompileWarning
 from .integrations.export import finalize
 from .optim import MPOptimizer
 from .preview.explain import explain, plan_for
-from .records import compiled_plans, loss_scale_of
 from .rules import register_rule
 from .rules.policy import Level, Policy, Precision
+from .runtime.records import compiled_plans, loss_scale_of
 from .scaling.loss_scale import LossScale
 from .steps import train_step
 

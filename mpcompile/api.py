@@ -14,25 +14,25 @@ import torch
 from torch import fx, nn
 from typing_extensions import Unpack
 
-from .backend import mpcompile_backend
 from .capture.provenance import names_in
 from .capture.rebound import check_torch, gradients_of_rebound
+from .compiler.backend import mpcompile_backend
 from .devices.registry import is_supported
 from .errors import MPCompileError, MPCompileWarning, did_you_mean, kind_of
 from .lower.accumulation import accumulate_in_fp32
 from .lower.emitter import check_how
 from .lower.tracing_settings import VALUE_SIZES
-from .other_words import unknown_option
 from .passes.graph.fuse_head import RETURNED
 from .plans.graph_plan import GraphPlan
 from .ranks import ddp
-from .records import Record, records
+from .rules.other_words import unknown_option
 from .rules.policy import Level, Policy, around
 from .runtime import uncalled
 from .runtime.check_module import check_module, for_weights, matching_no_module
 from .runtime.left_to_python import Looking
 from .runtime.module_call import ModuleCall, compiled_part, running
 from .runtime.owned_backend import compiled_by
+from .runtime.records import Record, records
 from .runtime.regions import Regions
 from .runtime.sharded_call import ends_graph
 from .runtime.trainer_steps import compile_steps, has_steps

@@ -23,13 +23,14 @@ from typing import Any, TypedDict, TypeVar
 
 import torch
 
-from . import pipeline, rules
+from . import rules
 from .capture.provenance import Names, nobody
 from .errors import MPCompileError, did_you_mean
 from .lower.emitter import check_inductor
-from .other_words import unknown_option
+from .plans import pipeline
 from .ranks.refuse import check_ranks
 from .rules.op_names import op_exists
+from .rules.other_words import unknown_option
 from .rules.policy import LOW_DTYPES, Level, Policy, parse_dtype, parse_level
 from .scaling.loss_scale import LossScale
 from .torch_inside.private_names import Part, refuse

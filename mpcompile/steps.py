@@ -13,7 +13,7 @@ from typing_extensions import Unpack
 from .api import mpcompile
 from .errors import MPCompileError, kind_of
 from .optim.checks import needs_closure
-from .records import records
+from .runtime.records import records
 from .settings import Options
 
 

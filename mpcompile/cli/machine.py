@@ -27,7 +27,7 @@ from ..ir.dtypes import HALF
 from ..profile import Profile, Sample, store
 from ..profile.measure import measure
 from ..profile.model import KINDS, flops
-from ..records import compiled_plans
+from ..runtime.records import compiled_plans
 from ..torch_inside.private_names import GONE, Part, why_off
 from ..torch_inside.version import NEWEST, OLDEST, RANGE, check_torch_version, is_untested
 from ..verify.verdicts import toolchain

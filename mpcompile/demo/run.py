@@ -23,8 +23,8 @@ from ..api import mpcompile
 from ..devices.registry import capabilities, default_device
 from ..plans.graph_plan import GraphPlan
 from ..profile.store import load as load_profile
-from ..records import compiled_plans, loss_scale_of
 from ..rules.policy import parse_dtype
+from ..runtime.records import compiled_plans, loss_scale_of
 from .model import GPT, GPTConfig, generate
 from .text import corpus, held_out_batches, text_batches
 from .train import Trainee, held_out_loss

@@ -22,9 +22,9 @@ from ..errors import MPCompileError, kind_of
 from ..ir.dtypes import HALF
 from ..observe.record import Numbers
 from ..observe.watch import source_of_value
-from ..pipeline import Planned
-from ..records import studied
+from ..plans.pipeline import Planned
 from ..rules.policy import Policy
+from ..runtime.records import studied
 from ..settings import Options
 from .checks import check_loss_fn, check_trained
 from .diagnose import loss_of, sides_of

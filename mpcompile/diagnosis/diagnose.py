@@ -23,12 +23,12 @@ from ..observe.fault import Case, Fault, Kind
 from ..observe.find_fault import INACCURATE, find
 from ..observe.record import EXPONENTS, Numbers, Record
 from ..observe.watch import relative_error
-from ..pipeline import Planned
 from ..plans.graph_plan import PlanNode
-from ..records import pinned_in, recorded, studied
+from ..plans.pipeline import Planned
 from ..rules.policy import Level
 from ..runtime.check_module import check_call, check_module, deep_copy, for_weights
 from ..runtime.compile_apart import nothing_compiled
+from ..runtime.records import pinned_in, recorded, studied
 from ..scaling import parameters
 from ..settings import OPTIONS, Settings
 from ..torch_inside.names import pytree

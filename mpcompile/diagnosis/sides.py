@@ -17,15 +17,16 @@ import torch
 from torch import fx, nn
 
 from .. import ir
-from ..backend import planned_or_why
 from ..capture.provenance import names_in
 from ..capture.surroundings import around_now
+from ..compiler.backend import planned_or_why
+from ..compiler.plan_graph import Facts, Planned
+from ..compiler.training import scale_for
 from ..errors import MPCompileError
 from ..ir.scale import INIT_SCALE, ScaleRule
 from ..lower.tracing_settings import settings_for
 from ..observe.record import Numbers, Record, moved
 from ..observe.watch import Comparing, Exact, Keeping, Watch, gradient_units, source_of_value
-from ..plan_graph import Facts, Planned
 from ..planner.target import device_of, target_of
 from ..plans.graph_plan import GraphPlan, plan_of_left
 from ..rules.policy import Level
@@ -37,7 +38,6 @@ from ..scaling.skipped_steps import Repairs
 from ..settings import Settings
 from ..torch_inside.modules import buffers_of
 from ..torch_inside.names import pytree
-from ..training import scale_for
 
 Loss = Callable[[Any], torch.Tensor]
 Step = Callable[[Callable[..., Any]], torch.Tensor]

@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 from ..api import mpcompile
 from ..errors import MPCompileError
 from ..optim import MPOptimizer
-from ..records import compiled_in, loss_scale_of
+from ..runtime.records import compiled_in, loss_scale_of
 from ..scaling.loss_scale import LossScale
 
 SCALES_FILE = "loss_scale.pt"  # in the folder of a checkpoint

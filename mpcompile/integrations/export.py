@@ -20,15 +20,15 @@ from torch.export import ExportedProgram
 
 from .. import ir
 from ..api import matched_nothing
-from ..backend import planned_or_why
 from ..capture.surroundings import Around
+from ..compiler.backend import planned_or_why
+from ..compiler.plan_graph import Facts, Planned
 from ..errors import MPCompileError, MPCompileWarning
 from ..ir import aten
-from ..plan_graph import Facts, Planned
 from ..planner.target import place_of, target_of
-from ..records import settings_like, studied
 from ..rules.policy import Level, Policy
 from ..runtime.check_module import check_call, check_module, deep_copy
+from ..runtime.records import settings_like, studied
 from ..settings import Settings
 from ..torch_inside.names import FakeTensor, TracingContext, tracing
 

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from ..api import mpcompile
 from ..errors import MPCompileError
 from ..optim import MPOptimizer
-from ..records import loss_scale_of
+from ..runtime.records import loss_scale_of
 from ..torch_inside.modules import compiled_call
 
 # The modules that a plugin has compiled: another Trainer's may compile them anew.

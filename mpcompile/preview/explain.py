@@ -26,11 +26,13 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from .. import ir
 from .._version import __version__
 from ..api import matched_nothing
-from ..backend import planned_or_why, why_left
 from ..capture.breaks import why_it_ends
 from ..capture.provenance import names_in
 from ..capture.regions import noting_regions
 from ..capture.surroundings import around_now
+from ..compiler.backend import planned_or_why, why_left
+from ..compiler.plan_graph import Facts, Planned
+from ..compiler.training import scale_for
 from ..devices.cuda import AbsentGPU
 from ..devices.gpus import gpu
 from ..errors import MPCompileError, MPCompileWarning, in_one_line
@@ -39,19 +41,18 @@ from ..ir.inputs import FOUND, SCALE
 from ..lower.emitter import emit
 from ..lower.joint import NO_PASSES, JointPasses, joint_passes
 from ..lower.tracing_settings import settings_for, traced_with
-from ..plan_graph import Facts, Planned
 from ..planner.target import Target, device_of, place_of, target_of
 from ..planner.times import ATTENTION
 from ..plans.graph_plan import GraphPlan, plan_of_left
 from ..plans.partitioned import Partitioned
 from ..plans.plan import ModuleLine, OutsideLine, Plan
-from ..records import pinned_in, settings_like, studied
 from ..rules.policy import Level, Policy
 from ..runtime.check_module import check_call, check_module
 from ..runtime.compile_apart import compiled_apart, nothing_compiled
 from ..runtime.half_inputs import widened, widens_inputs
 from ..runtime.left_to_python import looked_into
 from ..runtime.outside_products import aside, counted
+from ..runtime.records import pinned_in, settings_like, studied
 from ..scaling import copies, parameters
 from ..scaling.overflows import weakly
 from ..scaling.skipped_steps import Repairs
@@ -62,7 +63,6 @@ from ..torch_inside.names import (
     DynamicOutputShapeException,
     TorchRuntimeError,
 )
-from ..training import scale_for
 from .stand_ins import StandIns, no_trace
 
 # A program without values can't tell what such a call returns, or of which size.

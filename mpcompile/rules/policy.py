@@ -17,11 +17,11 @@ import torch
 
 from ..devices.tensor_cores import TensorCores as TensorCores
 from ..errors import MPCompileError, did_you_mean
-from ..other_words import unknown_dtype
 from ..profile.model import Profile
 from . import policy_file
 from .formats import Format
 from .op_names import op_key
+from .other_words import unknown_dtype
 
 
 class Precision(enum.Enum):

@@ -14,7 +14,7 @@ import torch
 from ..devices.registry import is_supported, supported
 from ..errors import MPCompileError, did_you_mean
 from ..ir.dtypes import HALF, half_of
-from ..other_words import hint_for
+from ..rules.other_words import hint_for
 from ..rules.policy import Level
 from ..settings import Settings
 

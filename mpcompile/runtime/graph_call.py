@@ -9,69 +9,109 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import fx
 
+from ..capture.provenance import Names
+from ..errors import MPCompileError
 from ..ir.inputs import GraphInputs
-from ..scaling import agreement, guard
+from ..scaling import agreement, fit_scale, guard
 from ..scaling.copies import Reader, read_in_full
 from ..scaling.kept_copies import KeptCopies
 from ..scaling.loss_scale import LossScale
 from ..torch_inside.distributed import active_ddp
 from .repair import Repairable, repair
-from .witness import check_constants
+from .stays_finite import watching
 
-__all__ = ["is_leaf", "noticing_ddp", "reading", "reading_in_full", "scaled"]
+__all__ = ["Emitted", "check_constants", "constants_of", "is_leaf", "wrapped"]
 
 Function = Callable[..., Any]
 
 
-def reading(compiled: Function, inputs: GraphInputs, reader: Reader | KeptCopies) -> Function:
+@dataclass(frozen=True)
+class Emitted:
+    """A graph that was emitted, and what its calls depend on.
+
+    Attributes:
+        examples: the caller's inputs that it was compiled with.
+        device: the device on which it reads its scale.
+        names: the names of the model's parameters.
+        inputs: which input of the rewritten graph is what.
+        scale: its loss scale, or None.
+        reader: provides the copies of weights; None where it reads none.
+        in_full: the inputs that are an optimizer's parameters, and that it reads in FP32.
+        searches: whether its backward passes can search for the scale.
+        constant: the results that no gradient enters, where it has a scale.
+        repairable: notes a call after steps were skipped; None: nothing is repaired.
+    """
+
+    examples: Sequence[Any]
+    device: torch.device
+    names: Names
+    inputs: GraphInputs
+    scale: LossScale | None = None
+    reader: Reader | KeptCopies | None = None
+    in_full: Sequence[int] = ()
+    searches: bool = False
+    constant: Collection[int] = ()
+    repairable: Repairable | None = None
+
+
+def wrapped(run: Function, made: Emitted) -> Function:
+    """What was emitted, so that it is called as the graph that Dynamo traced."""
+    for wrap, _ in WRAPPERS:
+        run = wrap(run, made)
+    return run
+
+
+def _searching(run: Function, made: Emitted) -> Function:
+    if made.scale is None or not made.searches:
+        return run
+    made.scale.search.possible = True
+    return fit_scale.fitting(run, made.scale, made.inputs)
+
+
+def _reading(run: Function, made: Emitted) -> Function:
     """Hand a graph without a loss scale its copies of weights."""
-    masters = tuple(inputs.copies.values())
+    masters, reader = tuple(made.inputs.copies.values()), made.reader
+    if made.scale is not None or reader is None:
+        return run
 
     def call(*args: Any) -> Any:
         copies = reader.read([args[i] for i in masters])
-        return compiled(*inputs.assembled(args, copies))
+        return run(*made.inputs.assembled(args, copies))
 
     return call
 
 
-def reading_in_full(compiled: Function, inputs: Sequence[int]) -> Function:
+def _reading_in_full(run: Function, made: Emitted) -> Function:
     """Note, of each module that the graph is run for, which parameters it reads in FP32."""
+    if not made.in_full:
+        return run
 
     def call(*args: Any) -> Any:
-        read_in_full([args[i] for i in inputs])
-        return compiled(*args)
+        read_in_full([args[i] for i in made.in_full])
+        return run(*args)
 
     return call
 
 
-def scaled(
-    compiled: Function,
-    inputs: GraphInputs,
-    reader: Reader | None,
-    scale: LossScale,
-    examples: Sequence[Any],
-    device: torch.device,
-    repairable: Repairable | None,
-    constant: Collection[int],
-) -> Function:
+def _watching(run: Function, made: Emitted) -> Function:
+    return run if made.scale is not None else watching(run, made.examples, made.names)
+
+
+def _scaled(compiled: Function, made: Emitted) -> Function:
     """Hand a graph its loss scale, and its working copies; tell optimizers of its parameters which
     scale it is.
-
-    Args:
-        compiled: takes all inputs of the rewritten graph.
-        inputs: which input of the rewritten graph is what.
-        reader: provides the working copies; None where the graph reads none.
-        examples: the caller's inputs that the graph was compiled with.
-        device: the device on which the graph reads the scale.
-        repairable: notes a call after steps were skipped; None: nothing is repaired.
-        constant: the results that no gradient enters.
     """
-    masters = tuple(inputs.copies.values())
-    watch = _Watch(examples, scale)
+    if made.scale is None:
+        return compiled
+    scale, reader, repairable, device = made.scale, made.reader, made.repairable, made.device
+    masters = tuple(made.inputs.copies.values())
+    watch = _Watch(made.examples, scale)
     in_a_row = scale.in_a_row
     if repairable is not None:
         in_a_row.repair = functools.partial(repair, scale)
@@ -84,7 +124,7 @@ def scaled(
         given: Sequence[Any] = (*args, *scale.inputs(device))
         if reader is not None:
             copies = reader.read([args[i] for i in masters])
-            given = inputs.assembled(args, copies, given[-2:])
+            given = made.inputs.assembled(args, copies, given[-2:])
         noted = repairable.note(given) if in_a_row.pending and repairable is not None else None
         results = compiled(*given)
         if noted is not None:
@@ -92,7 +132,7 @@ def scaled(
             in_a_row.calls.append(noted)
         if is_first:
             is_first = False
-            check_constants(results, constant)
+            check_constants(results, made.constant)
         return results
 
     return call
@@ -136,7 +176,7 @@ class _Watch:
             known[id(now[0])] = [weakref.ref(x) for x in now], [s.is_current() for s in shards]
 
 
-def noticing_ddp(call: Function, scale: LossScale | None) -> Function:
+def _noticing_ddp(call: Function, made: Emitted) -> Function:
     """Wrap what Dynamo calls: it may run in the forward of a DistributedDataParallel, which only
     that forward tells (`mpcompile/ranks/ddp.py`), so each graph asks in each call.
     """
@@ -144,10 +184,45 @@ def noticing_ddp(call: Function, scale: LossScale | None) -> Function:
     def run(*args: Any) -> Any:
         module = active_ddp()
         if module is not None and torch.is_grad_enabled():
-            agreement.enter_ddp(module, scale)
+            agreement.enter_ddp(module, made.scale)
         return call(*args)
 
     return run
+
+
+def constants_of(graph: fx.GraphModule) -> Collection[int]:
+    """The numbers of the results of a scaled graph that no gradient enters."""
+    constant: Collection[int] = graph.meta["mp_constant_results"]
+    return constant
+
+
+def check_constants(results: Sequence[Any], constant: Collection[int]) -> None:
+    """Raise MPCompileError if autograd tracks one of the results that no gradient should enter: it
+    would enter without the loss scale, and leave divided by it.
+
+    The scale stands at each result that may have a gradient (`passes/graph/scale_gradients.py`).
+    Which ones may, a run on FakeTensors has told, and Dynamo's notes. This check reads neither:
+    AOTAutograd, or autograd, has traced the emitted graph again.
+    """
+    tracked = [i for i in constant if torch.is_tensor(results[i]) and results[i].requires_grad]
+    if tracked:
+        numbers = ", ".join(map(str, tracked))
+        raise MPCompileError(
+            f"autograd tracks result {numbers} of a compiled graph, which mpcompile took for a "
+            "constant: gradients would come out divided by the loss scale. This is a bug of "
+            'mpcompile; until it is mended, compile this model with loss_scale="none", or in BF16'
+        )
+
+
+# What a call is wrapped in, the innermost first, and why.
+WRAPPERS: tuple[tuple[Callable[[Function, Emitted], Function], str], ...] = (
+    (_searching, "the first backward with a finite gradient finds where the loss scale starts"),
+    (_scaled, "the loss scale is an input, and so are copies; optimizers know the scale"),
+    (_reading, "copies of weights are inputs, where there is no scale"),
+    (_reading_in_full, "an optimizer knows which of its parameters are read in FP32"),
+    (_watching, "a loss or gradient that stops being finite is said, where no scale counts it"),
+    (_noticing_ddp, "each forward tells whether it runs in a DistributedDataParallel"),
+)
 
 
 def is_leaf(value: Any) -> bool:

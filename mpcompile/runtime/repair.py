@@ -26,7 +26,7 @@ from ..observe.fault import Case, Fault, Kind
 from ..observe.find_fault import find
 from ..observe.record import Record
 from ..observe.watch import Watch, passed
-from ..pipeline import Planned
+from ..plans.pipeline import Planned
 from ..scaling import guard
 from ..scaling.loss_scale import LossScale
 from ..torch_inside.names import reset_code

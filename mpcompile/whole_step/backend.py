@@ -15,7 +15,8 @@ from torch.fx.experimental.symbolic_shapes import (
     PendingUnbackedSymbolNotFound,
 )
 
-from .. import backend, ir
+from .. import ir
+from ..compiler import backend
 from ..errors import CannotRewrite
 from ..optim.inputs import Setting
 from ..runtime import uncalled

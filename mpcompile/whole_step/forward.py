@@ -14,25 +14,24 @@ from typing import Any
 import torch
 from torch import fx
 
+from ..compiler.plan_graph import Planned, plan_graph
+from ..compiler.training import Training, training_of
 from ..errors import CannotRewrite
 from ..ir import aten
 from ..ir.as_planned import AsPlanned
 from ..ir.inputs import GraphInputs
 from ..ir.targets import CHECKPOINT
 from ..lower.joint import NO_PASSES, JointPasses, joint_passes
-from ..plan_graph import Planned, plan_graph
 from ..planner.target import place_of
 from ..plans.graph_plan import O0_ASKED, GraphPlan, plan_of_left
 from ..rules import RNN_OPS
 from ..rules.policy import Level
-from ..runtime.graph_call import is_leaf
+from ..runtime.graph_call import check_constants, constants_of, is_leaf
 from ..runtime.repair import repair
-from ..runtime.witness import check_constants, constants_of
 from ..scaling import copies, guard
 from ..scaling.loss_scale import LossScale
 from ..settings import Settings
 from ..torch_inside.graphs import set_source, set_sources, source_of, sources_of
-from ..training import Training, training_of
 from .extra_inputs import Held
 from .parts import Part
 
@@ -158,7 +157,7 @@ def _check(captured: fx.GraphModule) -> None:
 
 def _reads(known: Training, planned: Planned, held: Held) -> list[Read]:
     reader = known.reader_for(planned)
-    if reader is None:
+    if not isinstance(reader, copies.Reader):  # no copies are kept of what trains
         return []
     pairs = list(known.copies_for(planned))
     lows = reader.stored_low([master for master, _ in pairs])

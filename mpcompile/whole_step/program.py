@@ -28,7 +28,8 @@ from ..planner.target import place_of
 from ..rules.policy import Level
 from ..scaling.loss_scale import LossScale
 from ..settings import Settings
-from ..torch_inside.names import TracingContext, autocast_off
+from ..torch_inside.graphs import schema
+from ..torch_inside.names import TorchDispatchMode, TracingContext, autocast_off
 from ..torch_inside.tensors import storage_of
 from .extra_inputs import Held
 from .forward import Forward, Ran, rewritten
@@ -43,7 +44,6 @@ from .gradients import (
 from .parts import Part, cut, last_steps, listed
 from .tracing import optimizer_of
 from .update import Update, emit_behind
-from .writes import Writes
 
 Varying = Callable[[Any], frozenset[Setting]]
 
@@ -307,3 +307,32 @@ def _is_computed(node: fx.Node) -> bool:
     """Whether the value of a node of Dynamo's graph has a history that a backward goes through."""
     value = node.meta.get("example_value")
     return isinstance(value, torch.Tensor) and value.requires_grad and node.op != "placeholder"
+
+
+class Writes(TorchDispatchMode):
+    """Notes the memory that is written within this context, through views and `.data` as well.
+
+    `tensor in writes`: whether the memory of a tensor was written. Read from the operators'
+    schemas: batch norm says nothing there of its running statistics.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._memory: set[int] = set()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        declared = schema(func).arguments
+        given = {**{a.name: x for a, x in zip(declared, args, strict=False)}, **kwargs}
+        for argument in declared:
+            if argument.is_write and argument.name in given:
+                value = given[argument.name]
+                for one in value if isinstance(value, (list, tuple)) else [value]:
+                    if isinstance(one, torch.Tensor):
+                        self._memory.add(storage_of(one))
+        return func(*args, **kwargs)
+
+    def __contains__(self, tensor: torch.Tensor) -> bool:
+        return storage_of(tensor) in self._memory

@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from compare import SETTINGS, check
 from torch import Tensor, nn
 
-from mpcompile import Policy, compiled_plans, diagnose, explain, graph_function, mpcompile
+from mpcompile import Policy, compiled_plans, diagnose, explain, mpcompile
+from mpcompile.compiler import graph_function
 from mpcompile.lower import tracing_settings
 
 # -- module paths ----------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mpcompile import MPCompileError
 from mpcompile.capture.surroundings import around_now
+from mpcompile.compiler.plan_graph import Facts, plan_graph
 from mpcompile.devices import registry
 from mpcompile.devices.capabilities import Capabilities
 from mpcompile.devices.registry import capabilities
@@ -22,7 +23,6 @@ from mpcompile.devices.tensor_cores import TensorCores
 from mpcompile.errors import MPCompileWarning
 from mpcompile.lower.accumulation import accumulate_in_fp32, check_accumulation
 from mpcompile.lower.joint import JointPasses, joint_passes
-from mpcompile.plan_graph import Facts, plan_graph
 from mpcompile.planner.target import Target, target_of
 from mpcompile.plans.graph_plan import GraphPlan
 from mpcompile.profile import Profile, store

@@ -83,7 +83,7 @@ FIRST_COMPILE = """
 import sys, torch
 from torch import nn
 from mpcompile import mpcompile
-from mpcompile.entry_point import mpcompile_backend
+from mpcompile.compiler.entry_point import mpcompile_backend
 how, device = sys.argv[1:]
 net = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.LayerNorm(128), nn.Linear(128, 8)).to(device)
 if how == "backend":

@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import fx, nn
 
-from mpcompile import LossScale, MPOptimizer, diagnose, mpcompile, pipeline
+from mpcompile import LossScale, MPOptimizer, diagnose, mpcompile
 from mpcompile.errors import CannotRewrite
 from mpcompile.observe.fault import Kind
+from mpcompile.plans import pipeline
 
 FP16: dict[str, Any] = {"dtype": "float16"}
 

@@ -140,7 +140,7 @@ def add_pass(copy: Copy, text: str, *, behind: str) -> None:
         ("    name_relus,", behind),
         ('    "name_relus": "clamp_min stays",', "MAY_BE_DISABLED: Mapping"),
     ):
-        copy.insert("mpcompile/pipeline.py", f"{line}\n", behind=before)
+        copy.insert("mpcompile/plans/pipeline.py", f"{line}\n", behind=before)
 
 
 def test_add_a_pass(copy: Copy) -> None:

@@ -22,7 +22,7 @@ from mpcompile import (
     loss_scale_of,
     mpcompile,
 )
-from mpcompile.records import compiled_in
+from mpcompile.runtime.records import compiled_in
 from mpcompile.scaling.copies import copies_of
 
 pytest.importorskip("accelerate")

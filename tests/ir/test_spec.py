@@ -12,12 +12,13 @@ from graphs import Stage
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
-from mpcompile import ir, pipeline
+from mpcompile import ir
 from mpcompile.errors import CannotRewrite
 from mpcompile.ir import spec
 from mpcompile.ir.as_planned import AsPlanned
 from mpcompile.ir.inputs import FOUND, SCALE, GraphInputs
 from mpcompile.passes.graph.scale_gradients import scale_gradients
+from mpcompile.plans import pipeline
 from mpcompile.rules.policy import Precision
 
 

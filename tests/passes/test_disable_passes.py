@@ -10,7 +10,8 @@ from compare import MLP, check, leaf
 from exact import InFP64, results
 from torch import nn
 
-from mpcompile import MPCompileError, MPOptimizer, compiled_plans, mpcompile, pipeline, plan_for
+from mpcompile import MPCompileError, MPOptimizer, compiled_plans, mpcompile, plan_for
+from mpcompile.plans import pipeline
 
 PASSES = tuple(pipeline.MAY_BE_DISABLED)
 

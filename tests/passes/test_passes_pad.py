@@ -14,11 +14,12 @@ from padded_graphs import PAD, SLICE, Chain, alignments, nodes, ours, pads_of_we
 from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
 
-from mpcompile import ir, pipeline
+from mpcompile import ir
 from mpcompile.passes.graph.outline import outline
 from mpcompile.passes.graph.place_pads import place_pads
 from mpcompile.passes.graph.plan_pads import plan_pads
 from mpcompile.passes.graph.scale_gradients import scale_gradients
+from mpcompile.plans import pipeline
 from mpcompile.rules.policy import Policy, TensorCores
 
 

@@ -10,10 +10,11 @@ from compare import leaf
 from padded_graphs import PAD, SLICE, Chain, nodes, ours, pads_of_weights, placed, values_of
 from torch import Tensor
 
-from mpcompile import ir, pipeline
+from mpcompile import ir
 from mpcompile.demo.model import GPT, GPTConfig
 from mpcompile.ir import spec
 from mpcompile.passes.graph.read_copies import read_copies
+from mpcompile.plans import pipeline
 from mpcompile.rules.policy import Policy
 
 # -- chains and weights ----------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from mpcompile import compiled_plans, mpcompile
-from mpcompile.pipeline import PASSES
+from mpcompile.plans.pipeline import PASSES
 
 
 class Block(nn.Module):

@@ -128,7 +128,7 @@ def test_a_graph_that_stays_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
     def plan_graph(*args: Any, **kwargs: Any) -> Any:
         raise CannotRewrite("this one can't be")
 
-    monkeypatch.setattr("mpcompile.backend.plan_graph", plan_graph)
+    monkeypatch.setattr("mpcompile.compiler.backend.plan_graph", plan_graph)
     planned = plan_for(Calls(lambda layer, x: layer(x).exp()), X)
     assert [plan.nodes for plan in planned.graphs] == [()]
     assert planned.left == ("this one can't be",)

@@ -12,10 +12,10 @@ import torch
 from torch import fx, nn
 
 from mpcompile import MPOptimizer, ir, scaling
+from mpcompile.compiler.plan_graph import Planned, plan_graph
+from mpcompile.compiler.training import training_of
 from mpcompile.ir.places import places
-from mpcompile.plan_graph import Planned, plan_graph
 from mpcompile.settings import Settings
-from mpcompile.training import training_of
 
 
 class Convolutions(nn.Module):

@@ -71,7 +71,7 @@ def test_tlparse_shows_them(trace: Path, tmp_path: Path) -> None:
 @pytest.mark.slow("plans of several models")
 def test_a_graph_left_in_fp32_has_its_reason_in_the_trace(tmp_path: Path) -> None:
     refusing = """
-from mpcompile import plan_graph
+from mpcompile.compiler import plan_graph
 from mpcompile.errors import CannotRewrite
 def refuse(*_, **__):
     raise CannotRewrite("it is a test")

@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from ranks import on_each_rank
 from torch import nn
 
-from mpcompile import MPOptimizer, compiled_plans, graph_function, loss_scale_of
+from mpcompile import MPOptimizer, compiled_plans, loss_scale_of
+from mpcompile.compiler import graph_function
 from mpcompile.lower.joint import JointPasses, joint_passes
 
 if not dist.is_available():

@@ -13,7 +13,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from trained_on_ranks import WAYS, Training, leaves, network
 
-from mpcompile import LossScale, MPCompileError, backend, loss_scale_of, mpcompile
+from mpcompile import LossScale, MPCompileError, loss_scale_of, mpcompile
+from mpcompile.compiler import backend
 from mpcompile.errors import CannotRewrite
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch without distributed")

@@ -152,7 +152,7 @@ def test_what_cannot_be_rewritten_warns_once_and_stays_right() -> None:
     model = Net()
     expected = model(x)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("mpcompile.plan_graph.capture", refuse)
+        patch.setattr("mpcompile.compiler.plan_graph.capture", refuse)
         mpcompile(model, emit="eager")
         with pytest.warns(MPCompileWarning, match="the moon is full") as caught:
             out = model(x)

@@ -83,7 +83,7 @@ def test_a_graph_left_in_fp32(facts: Facts, monkeypatch: pytest.MonkeyPatch) -> 
     def refuse(*_: object, **__: object) -> None:
         raise CannotRewrite("it is a test")
 
-    monkeypatch.setattr("mpcompile.plan_graph.capture", refuse)
+    monkeypatch.setattr("mpcompile.compiler.plan_graph.capture", refuse)
     with pytest.warns(MPCompileWarning, match="left a graph in FP32"):
         mpcompile(net(), emit="eager")(torch.randn(8, 16))
     (left,) = facts("fallback")
@@ -146,7 +146,9 @@ def test_the_scale_that_the_first_backward_finds(facts: Facts) -> None:
 
 @pytest.mark.slow("trainings in processes of their own")
 def test_a_start_that_no_search_finds(facts: Facts, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mpcompile.graph_function.replays", lambda *how: how[0] is not None)
+    monkeypatch.setattr(
+        "mpcompile.compiler.graph_function.replays", lambda *how: how[0] is not None
+    )
     model = mpcompile(net(), dtype=FP16, mode="reduce-overhead")
     for batch in (8, 9):  # said once for two graphs
         model(torch.randn(batch, 16)).square().mean().backward()

@@ -120,7 +120,7 @@ def test_what_it_says_to_do_works() -> None:
 
 
 def _compiled() -> Any:
-    from mpcompile.records import records
+    from mpcompile.runtime.records import records
 
     return records
 

@@ -8,11 +8,12 @@ from compare import weighted_sum
 from torch import fx, nn
 from torch.fx.node import map_aggregate
 
-from mpcompile import ir, pipeline
+from mpcompile import ir
 from mpcompile.capture.capture import capture
 from mpcompile.capture.surroundings import around_now
 from mpcompile.devices.tensor_cores import TensorCores
 from mpcompile.ir import aten
+from mpcompile.plans import pipeline
 from mpcompile.rules.formats import Format
 from mpcompile.rules.policy import Config, Level
 

@@ -199,7 +199,7 @@ MUTANTS = (
     Mutant(
         "witness-removed",
         "nobody asks autograd whether a gradient enters a graph unscaled",
-        "mpcompile/runtime/witness.py",
+        "mpcompile/runtime/graph_call.py",
         "    if tracked:\n",
         "    if False:\n",
         ("tests/hazards/test_hazards_functorch.py::test_autograd_is_asked_in_the_first_call",),

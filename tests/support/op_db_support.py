@@ -34,7 +34,7 @@ from torch.nn import functional as F
 from torch.testing._internal import common_methods_invocations as invocations
 from torch.utils import _pytree as pytree
 
-from mpcompile.backend import mpcompile_backend
+from mpcompile.compiler.backend import mpcompile_backend
 from mpcompile.errors import MPCompileWarning
 from mpcompile.scaling.loss_scale import LossScale
 

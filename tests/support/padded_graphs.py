@@ -9,9 +9,10 @@ from exact import CORES
 from graphs import Stage
 from torch import Tensor, fx, nn
 
-from mpcompile import ir, pipeline
+from mpcompile import ir
 from mpcompile.ir.shapes import Alignment
 from mpcompile.passes.graph.place_pads import place_pads
+from mpcompile.plans import pipeline
 from mpcompile.rules import Kind
 
 PAD, SLICE = "constant_pad_nd", "slice"

@@ -213,7 +213,7 @@ def gone(*args: Any, **kwargs: Any) -> Any:
 
 
 def test_a_graph_that_needs_it_stays_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mpcompile.pipeline.run", gone)
+    monkeypatch.setattr("mpcompile.plans.pipeline.run", gone)
     plain, model = net(), mpcompile(net(), **FP16)
     x = torch.randn(3, 6)
     with pytest.warns(MPCompileWarning, match=r"left a graph in FP32: .*has no torch\._thing"):
@@ -227,7 +227,7 @@ def test_a_graph_that_needs_it_stays_in_fp32(monkeypatch: pytest.MonkeyPatch) ->
 def test_and_is_an_error_where_nothing_can_be_compiled(
     strict: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mpcompile.graph_function.emit", gone)
+    monkeypatch.setattr("mpcompile.compiler.graph_function.emit", gone)
     model = mpcompile(net(), **FP16, strict=strict)
     x = torch.randn(3, 6)
     with warnings.catch_warnings():

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from .errors import MPCompileError, did_you_mean
+from ..errors import MPCompileError, did_you_mean
 
 
 def _words(said: str, words: str) -> dict[str, str]:

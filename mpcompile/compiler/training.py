@@ -11,17 +11,17 @@ from typing import Any
 import torch
 from torch import fx
 
-from . import ir
-from .capture.surroundings import around_now
-from .ir.dtypes import half_of
+from .. import ir
+from ..capture.surroundings import around_now
+from ..ir.dtypes import half_of
+from ..planner.target import device_of, target_of
+from ..rules.policy import Level
+from ..runtime.check_module import is_trained_fp16, refuse_fp16
+from ..runtime.graph_call import is_leaf
+from ..scaling import copies, kept_copies, parameters
+from ..scaling.loss_scale import LossScale
+from ..settings import Settings
 from .plan_graph import Facts, Planned
-from .planner.target import device_of, target_of
-from .rules.policy import Level
-from .runtime.check_module import is_trained_fp16, refuse_fp16
-from .runtime.graph_call import is_leaf
-from .scaling import copies, kept_copies, parameters
-from .scaling.loss_scale import LossScale
-from .settings import Settings
 
 __all__ = ["Training", "is_trained", "scale_for", "training_of"]
 
@@ -54,17 +54,15 @@ class Training:
         """The loss scale that the rewritten graph takes, or None."""
         return self.scale if planned.inputs.scaled else None
 
-    def kept_for(self, planned: Planned) -> kept_copies.KeptCopies:
-        """What gives the rewritten graph its copies of weights where some of them are kept."""
-        kept = [i in self.kept for i in planned.inputs.copies.values()]
-        shapes = _shapes_of_copies(planned)
-        return kept_copies.KeptCopies(self.low, self.facts.target.device, shapes, kept)
-
-    def reader_for(self, planned: Planned) -> copies.Reader | None:
-        """What gives the rewritten graph its working copies; None where it reads none."""
+    def reader_for(self, planned: Planned) -> copies.Reader | kept_copies.KeptCopies | None:
+        """What gives the rewritten graph its copies of weights; None where it reads none."""
         if not planned.inputs.copies:
             return None
-        return copies.Reader(self.low, self.scale_in(planned), _shapes_of_copies(planned))
+        shapes = _shapes_of_copies(planned)
+        if not self.kept:
+            return copies.Reader(self.low, self.scale_in(planned), shapes)
+        kept = [i in self.kept for i in planned.inputs.copies.values()]
+        return kept_copies.KeptCopies(self.low, self.facts.target.device, shapes, kept)
 
     def read_in_full(self, planned: Planned) -> list[int]:
         """The inputs that are an optimizer's parameters, and that the graph reads in FP32."""

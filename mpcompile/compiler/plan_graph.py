@@ -15,20 +15,18 @@ from typing import Any
 import torch
 from torch import fx
 
-from . import (
-    operators,  # noqa: F401  (registers our operators)
-    pipeline,
-)
-from .capture.capture import capture
-from .capture.on_fakes import unseen
-from .capture.surroundings import Around
-from .ir.places import Place, places
-from .pipeline import Planned
-from .planner.target import Target
-from .rules.formats import Format
-from .rules.policy import Config
-from .settings import Settings
-from .torch_inside.names import autocast_off, compile_lock
+from .. import operators  # noqa: F401  (registers our operators)
+from ..capture.capture import capture
+from ..capture.on_fakes import unseen
+from ..capture.surroundings import Around
+from ..ir.places import Place, places
+from ..planner.target import Target
+from ..plans import pipeline
+from ..plans.pipeline import Planned
+from ..rules.formats import Format
+from ..rules.policy import Config
+from ..settings import Settings
+from ..torch_inside.names import autocast_off, compile_lock
 
 __all__ = ["Facts", "Planned", "plan_graph"]
 

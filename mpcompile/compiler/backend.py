@@ -14,24 +14,24 @@ from typing import Any
 
 from torch import fx, nn
 
-from .capture.breaks import why_it_ends
-from .capture.provenance import Names, nobody
-from .errors import CannotRewrite, MPCompileError, MPCompileWarning, in_one_line
+from ..capture.breaks import why_it_ends
+from ..capture.provenance import Names, nobody
+from ..errors import CannotRewrite, MPCompileError, MPCompileWarning, in_one_line
+from ..ir.dtypes import half_of
+from ..ir.updates import is_update
+from ..lower.tracing_settings import or_broken
+from ..planner.target import place_of
+from ..plans.compile_log import log_graph, trace_plan
+from ..plans.graph_plan import O0_ASKED, GraphPlan, plan_of_left
+from ..rules.policy import Level
+from ..runtime import given_up, stalls, uncalled
+from ..runtime.outside_products import counted
+from ..scaling import hooks, parameters
+from ..settings import Settings
+from ..torch_inside.dynamo import traced_code
+from ..torch_inside.names import RestartAnalysis
 from .graph_function import function_of, function_of_left
-from .ir.dtypes import half_of
-from .ir.updates import is_update
-from .lower.tracing_settings import or_broken
 from .plan_graph import Facts, Planned, plan_graph
-from .planner.target import place_of
-from .plans.compile_log import log_graph, trace_plan
-from .plans.graph_plan import O0_ASKED, GraphPlan, plan_of_left
-from .rules.policy import Level
-from .runtime import given_up, stalls, uncalled
-from .runtime.outside_products import counted
-from .scaling import hooks, parameters
-from .settings import Settings
-from .torch_inside.dynamo import traced_code
-from .torch_inside.names import RestartAnalysis
 from .training import training_of
 
 # Called with the plan of each graph; the plan may say that the graph was left in FP32.

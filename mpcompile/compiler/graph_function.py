@@ -11,29 +11,29 @@ from typing import Any
 import torch
 from torch import fx
 
-from . import ir, pipeline
-from .devices.registry import capabilities
-from .ir.fakes import fake_of_fixed_size
-from .lower.accumulation import check_accumulation
-from .lower.emitter import emit
-from .lower.fusing import gains, is_apart
-from .lower.islands import has_rnn, pieces
-from .lower.joint import NO_PASSES, JointPasses, joint_passes
-from .lower.replayed import replays
-from .padding.products import product
-from .pipeline import Planned
-from .planner.target import Target
-from .plans.compile_log import say_nothing_runs_low, say_products_stay
-from .runtime.graph_call import noticing_ddp, reading, reading_in_full, scaled
-from .runtime.repair import Repairable
-from .runtime.stays_finite import watching
-from .runtime.witness import constants_of
-from .scaling import agreement, copies, fit_scale
-from .scaling.loss_scale import LossScale
-from .settings import Settings
-from .torch_inside.dynamo import traced_code
+from .. import ir
+from ..devices.registry import capabilities
+from ..ir.fakes import fake_of_fixed_size
+from ..ir.inputs import GraphInputs
+from ..lower.accumulation import check_accumulation
+from ..lower.emitter import emit
+from ..lower.fusing import gains, is_apart
+from ..lower.islands import has_rnn, pieces
+from ..lower.joint import NO_PASSES, JointPasses, joint_passes
+from ..lower.replayed import replays
+from ..padding.products import product
+from ..planner.target import Target, place_of
+from ..plans import pipeline
+from ..plans.compile_log import say_nothing_runs_low, say_products_stay
+from ..plans.pipeline import Planned
+from ..runtime.graph_call import Emitted, constants_of, wrapped
+from ..runtime.repair import Repairable
+from ..scaling import agreement, copies, fit_scale
+from ..scaling.loss_scale import LossScale
+from ..settings import Settings
+from ..torch_inside.dynamo import traced_code
+from ..verify.verdicts import Verify
 from .training import Training
-from .verify.verdicts import Verify
 
 __all__ = ["function_of", "function_of_left"]
 
@@ -55,8 +55,7 @@ def function_of(
     Raises:
         CannotRewrite, MPCompileError: see `emit` and `Training.copies_for`.
     """
-    target, examples = known.facts.target, known.examples
-    graph, inputs, scale = planned.graph, planned.inputs, known.scale_in(planned)
+    target, examples, scale = known.facts.target, known.examples, known.scale_in(planned)
     _heed_the_device(planned, target)
     in_full = known.read_in_full(planned)
     copies.read_in_full([examples[i] for i in in_full])
@@ -66,38 +65,18 @@ def function_of(
         for master, copy in known.copies_for(planned)
     ]
     scaling = scale.inputs(target.device) if scale is not None else ()
-    given = inputs.assembled(examples, working, scaling)
+    given = planned.inputs.assembled(examples, working, scaling)
     to_emit, how, sparing = _to_emit(gm, planned, settings)
-    # Both must come before `_emit`, which may change the graph.
-    constant = constants_of(graph) if scale is not None else ()
-    searches = scale is not None and _searches(scale, graph, how, target.device)
+    # Both before `_emit`, which may change the graph.
+    constant = constants_of(planned.graph) if scale is not None else ()
+    searches = scale is not None and _searches(scale, planned.graph, how, target.device)
+    made = Emitted(
+        examples, target.device, settings.names, planned.inputs, scale,
+        reader=known.reader_for(planned), in_full=in_full, searches=searches, constant=constant,
+        repairable=Repairable(planned, traced_code()) if settings.repair else None,
+    )  # fmt: skip
     joint = joint_passes(settings.level, target.device, spares=sharded or settings.recompute)
-    compiled = _emit(to_emit, given, how, verify, joint=joint, sparing=sparing)
-    if known.kept and inputs.copies:
-        return reading(compiled, inputs, known.kept_for(planned))
-    reader = known.reader_for(planned)
-    if scale is not None:
-        if searches:
-            scale.search.possible = True
-            compiled = fit_scale.fitting(compiled, scale, inputs)
-        repairable = Repairable(planned, traced_code()) if settings.repair else None
-        compiled = scaled(
-            compiled,
-            inputs,
-            reader,
-            scale,
-            examples,
-            target.device,
-            repairable,
-            constant,
-        )
-    elif reader is not None:
-        compiled = reading(compiled, inputs, reader)
-    if in_full:
-        compiled = reading_in_full(compiled, in_full)
-    if scale is None:
-        compiled = watching(compiled, examples, settings.names)
-    return noticing_ddp(compiled, scale)
+    return wrapped(_emit(to_emit, given, how, verify, joint=joint, sparing=sparing), made)
 
 
 def function_of_left(
@@ -105,9 +84,8 @@ def function_of_left(
 ) -> Function:
     """Compile a graph unchanged, in FP32."""
     agreement.enter_fsdp(examples)  # other ranks may have rewritten this graph
-    compiled = _emit(gm, examples, settings, verify, untouched=True)
-    compiled = watching(compiled, examples, settings.names)
-    return noticing_ddp(compiled, None)
+    made = Emitted(examples, place_of(examples), settings.names, GraphInputs(len(examples)))
+    return wrapped(_emit(gm, examples, settings, verify, untouched=True), made)
 
 
 def _heed_the_device(planned: Planned, target: Target) -> None:

@@ -8,16 +8,16 @@ from typing import Any
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from .errors import MPCompileError, kind_of
-from .plans.graph_plan import GraphPlan
-from .ranks import ddp
-from .runtime.check_module import for_weights
-from .scaling import parameters
-from .scaling.loss_scale import LossScale
-from .scaling.skipped_steps import Repairs
-from .settings import OPTIONS, Settings
-from .torch_inside.modules import unwrapped
-from .torch_inside.private_names import Part, refuse
+from ..errors import MPCompileError, kind_of
+from ..plans.graph_plan import GraphPlan
+from ..ranks import ddp
+from ..scaling import parameters
+from ..scaling.loss_scale import LossScale
+from ..scaling.skipped_steps import Repairs
+from ..settings import OPTIONS, Settings
+from ..torch_inside.modules import unwrapped
+from ..torch_inside.private_names import Part, refuse
+from .check_module import for_weights
 
 
 class Record:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from ..lower.accumulation import accumulate_in_fp32
+from ..scaling import hooks
 from .backend import mpcompile_backend
-from .lower.accumulation import accumulate_in_fp32
-from .scaling import hooks
 
 __all__ = ["mpcompile_backend"]
 
