@@ -9,6 +9,7 @@ from .dtypes import SHORT, is_floating
 from .edit import (
     add_input,
     after,
+    all_before,
     argument,
     first_call,
     insert,
@@ -62,8 +63,7 @@ from .marks import (
 )
 from .memory import memory, shares_memory, storage, written
 from .pins import pin_producers
-from .reads import all_before
-from .sizes import hint, known_equal, known_multiple, same_shape
+from .shapes import hint, known_equal, known_multiple, same_shape
 from .step_graph import (
     add_slot,
     become_tensor,

@@ -1,7 +1,10 @@
-"""Edits of a graph: operands, new calls, new inputs. Each edit keeps `meta["val"]` correct."""
+"""Edits of a graph: operands, new calls, new inputs; and what a value is computed from. Each edit
+keeps `meta["val"]` correct.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -118,3 +121,14 @@ def first_call(graph: fx.Graph) -> fx.Node:
     """The first node that is no placeholder; a node put before it runs before all others."""
     first: fx.Node = next(node for node in graph.nodes if node.op != "placeholder")
     return first
+
+
+def all_before(nodes: Iterable[fx.Node]) -> set[fx.Node]:
+    """These nodes, and all that they depend on."""
+    found = set(nodes)
+    waiting = list(found)
+    while waiting:
+        new = [n for n in waiting.pop().all_input_nodes if n not in found]
+        found.update(new)
+        waiting += new
+    return found

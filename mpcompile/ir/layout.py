@@ -12,8 +12,7 @@ from torch import fx
 from .edit import insert, refresh
 from .marks import Mark
 from .memory import shares_memory
-from .shapes import Size
-from .sizes import hint, known_equal
+from .shapes import Size, hint, known_equal
 from .values import aten, captured, is_getitem, tensor, value
 
 

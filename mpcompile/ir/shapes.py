@@ -4,15 +4,18 @@ A *product* is any operator that Tensor Cores run: a matrix product, a convoluti
 recurrent layer. Each dimension of its operands and of its result carries a *label*, as in einsum;
 to pad a product is to pad labels. *Lanes* are the elements that padding adds at the end of a
 dimension.
+
+Sizes may hold symbols; no comparison here adds a guard.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
+from torch.fx.experimental import symbolic_shapes
 
 Size = int | torch.SymInt
 Labels = tuple[str | None, ...]  # None: a dimension that is never padded
@@ -110,3 +113,26 @@ class Padding:
     operands: Mapping[Path, tuple[Size, ...]]
     real: tuple[Size, ...] | None
     result: tuple[Size, ...] | None
+
+
+def known_equal(a: Size, b: Size) -> bool:
+    """Whether two sizes are equal for all values of their symbols."""
+    return bool(symbolic_shapes.statically_known_true(a == b))
+
+
+def known_multiple(size: Size, of: int) -> bool:
+    """Whether a size is a multiple of a number for all values of its symbols."""
+    return bool(symbolic_shapes.statically_known_true(size % of == 0))
+
+
+def same_shape(a: Iterable[Size], b: Iterable[Size]) -> bool:
+    """Whether two shapes are equal for all values of their symbols."""
+    left, right = tuple(a), tuple(b)
+    return len(left) == len(right) and all(map(known_equal, left, right))
+
+
+def hint(size: Size) -> int:
+    """The size in the inputs that were traced; use it for estimates only. Adds no guard."""
+    if isinstance(size, int):
+        return size
+    return symbolic_shapes.optimization_hint(size, fallback=1)
