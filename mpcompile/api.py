@@ -29,10 +29,10 @@ from .rules.other_words import unknown_option
 from .rules.policy import Level, Policy, around
 from .runtime import uncalled
 from .runtime.check_module import check_module, for_weights, matching_no_module
-from .runtime.left_to_python import Looking
+from .runtime.left_to_python import ProductsCheck
 from .runtime.module_call import ModuleCall, compiled_part, running
 from .runtime.owned_backend import compiled_by
-from .runtime.records import Record, records
+from .runtime.records import ModelRecord, records
 from .runtime.regions import Regions
 from .runtime.sharded_call import ends_graph
 from .runtime.trainer_steps import compile_steps, has_steps
@@ -156,13 +156,13 @@ def _compiled(
         settings = for_weights(settings, model)
         request = {**request, "dtype": settings.dtype or "auto"}
     scale = settings.loss_scale or LossScale.default()
-    record = Record(scale, {**request, "loss_scale": scale})
+    record = ModelRecord(scale, {**request, "loss_scale": scale})
     options = {**record.request, "_listener": record.plans.append}
     backend = functools.partial(mpcompile_backend, options=options)
-    looking_for: Callable[..., Looking] | None = None
+    looking_for: Callable[..., ProductsCheck] | None = None
     if settings.level is not Level.O0:
         looking_for = functools.partial(
-            Looking,
+            ProductsCheck,
             compiled_part=functools.partial(compiled_part, backend, torch_compile_kwargs),
             plans=record.plans,
             dtype=settings.dtype,
@@ -208,8 +208,8 @@ def _compiled_function(
     function: Callable[..., Any],
     options: dict[str, Any],
     compile_kwargs: dict[str, Any],
-    record: Record,
-    looking_for: Callable[..., Looking] | None,
+    record: ModelRecord,
+    looking_for: Callable[..., ProductsCheck] | None,
     called: Callable[[int], None],
     anew: Callable[[], Any],
 ) -> Callable[..., Any]:
@@ -265,7 +265,7 @@ def _check_again(settings: Settings, module: nn.Module) -> None:
         ) from None
 
 
-def _after_call(settings: Settings, record: Record, module: nn.Module) -> bool:
+def _after_call(settings: Settings, record: ModelRecord, module: nn.Module) -> bool:
     """Warn of what the first calls of a module reveal; True once nothing is left to check."""
     if not record.plans:
         _warn_nothing_compiled(module)

@@ -17,7 +17,7 @@ from benchmarks.papers.rows import Kept, Row
 from benchmarks.papers.rule import Comparison, compare
 from benchmarks.papers.task import FP32, QUALITY, UNSCALED, Outcome, Task
 from mpcompile.diagnosis import diagnose
-from mpcompile.diagnosis.histogram import RANGES, Chart, chart_of
+from mpcompile.diagnosis.histogram import RANGES, HistogramChart, chart_of
 
 OFF = " (off)"
 """After a value that the rule does not pass."""
@@ -175,7 +175,7 @@ def look(task: Task, device: torch.device, steps: int | None = None) -> Histogra
     return Histogram(counts, sum(report.zeros for report in reports))
 
 
-def chart(histogram: Histogram, scale: float | None = None) -> Chart:
+def chart(histogram: Histogram, scale: float | None = None) -> HistogramChart:
     """In percent of all elements that are not zero."""
     return chart_of(histogram.counts, 0, scale)
 

@@ -42,7 +42,7 @@ from ..torch_inside.names import (
     is_traceable_wrapper_subclass,
     saved_hooks_forbidden,
 )
-from .place import Place, record_modes
+from .place import ReplayState, record_modes
 from .provenance import complete_module_paths, copy_provenance, source
 from .replay import Replay
 from .surroundings import Around
@@ -80,7 +80,7 @@ def capture(
     with around.mode:
         for i, fake in stored.items():
             fakes[i] = like(fake, dtype=torch.float32).requires_grad_(fake.requires_grad)
-    place = Place.of(around, low if stored else None)
+    place = ReplayState.of(around, low if stored else None)
     with autocast_off(), fx_traceback.preserve_node_meta(), around.mode, _modes_kept():
         traced = make_fx(
             lambda *args: tuple(Replay(gm, place).run(*args)),

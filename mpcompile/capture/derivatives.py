@@ -45,7 +45,7 @@ from ..torch_inside.names import (
 )
 from .autocast_arguments import Arguments, in_fp32, method_in_fp32
 from .history import current_tracer, derivation
-from .place import Place
+from .place import ReplayState
 
 _ZEROS = "aten::_efficientzerotensor"
 _DETACHES = ("detach", "detach_")
@@ -105,7 +105,7 @@ def _joined(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def write_out(
-    gm: fx.GraphModule, stretch: Stretch, given: Sequence[Any], place: Place
+    gm: fx.GraphModule, stretch: Stretch, given: Sequence[Any], place: ReplayState
 ) -> dict[fx.Node, Any]:
     """Run a stretch under the tracer, as operators.
 
@@ -187,7 +187,7 @@ class _Live(fx.Interpreter):
     under a tracer that records what reaches the level of the program.
     """
 
-    def __init__(self, gm: fx.GraphModule, stretch: Stretch, place: Place) -> None:
+    def __init__(self, gm: fx.GraphModule, stretch: Stretch, place: ReplayState) -> None:
         super().__init__(gm)
         self._stretch, self._place = stretch, place
 

@@ -15,10 +15,12 @@ from ..ir.fakes import like
 from ..ir.targets import ENTER_AUTOCAST, EXIT_AUTOCAST
 from ..torch_inside.names import pytree, torch_functions_off
 from .history import current_tracer
-from .place import Place
+from .place import ReplayState
 
 
-def opaque_call(node: fx.Node, place: Place, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def opaque_call(
+    node: fx.Node, place: ReplayState, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
     """Record a node with the call of `node` of Dynamo's graph, on these arguments. Its result has
     the shape and dtype that Dynamo noted.
 

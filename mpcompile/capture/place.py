@@ -13,7 +13,7 @@ from .surroundings import Around
 
 
 @dataclass(frozen=True)
-class Place:
+class ReplayState:
     """The place in the program that the replay has reached, bodies included.
 
     Attributes:
@@ -29,7 +29,7 @@ class Place:
     stored: torch.dtype | None = None
 
     @classmethod
-    def of(cls, around: Around, stored: torch.dtype | None = None) -> Place:
+    def of(cls, around: Around, stored: torch.dtype | None = None) -> ReplayState:
         return cls(
             around.devices, [(*autocast, True) for autocast in around.autocasts], stored=stored
         )

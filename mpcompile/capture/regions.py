@@ -20,11 +20,11 @@ from typing import Any
 import torch
 
 
-class _Thread(threading.local):
+class _RegionThread(threading.local):
     outside: int | None = None  # regions around the compiled call that this thread is in
 
 
-_thread = _Thread()
+_thread = _RegionThread()
 
 
 def noting_regions(compiled: Callable[..., Any]) -> Callable[..., Any]:

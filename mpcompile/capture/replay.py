@@ -46,13 +46,13 @@ from .derivatives import stretches, write_out
 from .history import current_tracer, has_custom_backward, known_as_before
 from .margin_losses import INSTEAD
 from .opaque_calls import opaque_call
-from .place import Place
+from .place import ReplayState
 
 
 class Replay(fx.Interpreter):
     """Runs Dynamo's graph under the tracer; keeps higher-order operators as opaque nodes."""
 
-    def __init__(self, module: fx.GraphModule, place: Place) -> None:
+    def __init__(self, module: fx.GraphModule, place: ReplayState) -> None:
         super().__init__(module)
         self.place, self._gm = place, module
         self.current: fx.Node | None = None

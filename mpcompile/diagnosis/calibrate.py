@@ -28,7 +28,7 @@ from ..runtime.records import studied
 from ..settings import Options
 from .checks import check_loss_fn, check_trained
 from .diagnose import loss_of, sides_of
-from .sides import Run, Side
+from .sides import Run, RunKind
 
 __all__ = ["calibrate"]
 
@@ -82,7 +82,7 @@ def calibrate(
         if loss_fn is None:
             _check_call(model, batch)
         step = functools.partial(_step, loss_fn, batch)
-        seen.add(sides.run(Side.FULL, step=step))
+        seen.add(sides.run(RunKind.FULL, step=step))
     if not seen.batches:
         raise MPCompileError("batches is empty: give some of what the model is trained on")
     return sides.settings.policy.with_pins(seen.pins())

@@ -19,7 +19,7 @@ from torch import nn
 from .. import ir
 from ..errors import MPCompileError
 from ..ir.dtypes import HALF
-from ..observe.fault import Case, Fault, Kind
+from ..observe.fault import Fault, FaultKind, GraphRuns
 from ..observe.find_fault import INACCURATE, find
 from ..observe.record import EXPONENTS, Numbers, Record
 from ..observe.watch import relative_error
@@ -33,13 +33,13 @@ from ..scaling import parameters
 from ..settings import OPTIONS, Settings
 from ..torch_inside.names import pytree
 from .checks import check_loss_fn, check_optimizer, check_steps, check_trained, not_finite_in
-from .report import NodeNumbers, Report, Update
-from .sides import Left, Loss, Run, Side, Sides, low_dtype_of, run_low
+from .report import NodeNumbers, Report, UpdateErrors
+from .sides import Left, Loss, Run, RunKind, Sides, low_dtype_of, run_low
 
 __all__ = ["diagnose", "diagnose_call"]
 
 # These count only if a parameter's gradient is far off.
-HARMLESS_ALONE = (Kind.INACCURATE, Kind.UNDERFLOW)
+HARMLESS_ALONE = (FaultKind.INACCURATE, FaultKind.UNDERFLOW)
 
 
 def diagnose(
@@ -137,11 +137,11 @@ def _step(sides: Sides, optimizer: torch.optim.Optimizer, live: float | None, mo
     notes: list[str] = []
     exact: Run | None = None
     try:
-        exact = sides.run(Side.EXACT)
+        exact = sides.run(RunKind.EXACT)
     except (RuntimeError, NotImplementedError) as error:
         notes.append(f"no run in FP64, so FP32 is taken as exact: {str(error).splitlines()[0]}")
     sides.keep = exact is None
-    full = sides.run(Side.FULL, exact)
+    full = sides.run(RunKind.FULL, exact)
     if not sides.graphs:
         raise nothing_compiled(model)
     low, fits = run_low(sides, full, exact, live)
@@ -178,7 +178,7 @@ def _faults(sides: Sides, low: Run, full: Run, exact: Run | None) -> tuple[Fault
     """What went wrong in each graph, in the order in which it did."""
     found = []
     for number, (graph, record) in enumerate(low.calls):
-        case = Case(
+        case = GraphRuns(
             graph.rewritten.graph, graph.plan, record, full.record_of(number, graph),
             exact.record_of(number, graph) if exact else None,
             scale=sides.scale if _is_scaled(graph) else 1.0, loss=low.loss,
@@ -192,7 +192,7 @@ def _faults(sides: Sides, low: Run, full: Run, exact: Run | None) -> tuple[Fault
     if math.isfinite(low.loss):
         broken.reverse()  # the backward went wrong, which begins with the last graph
     first = broken[:1]  # what is not finite in FP32 either, makes more of its kind later on
-    broken = first + [fault for fault in broken[1:] if fault.kind is not Kind.OWN]
+    broken = first + [fault for fault in broken[1:] if fault.kind is not FaultKind.OWN]
     rest = [fault for fault in found if fault.kind in HARMLESS_ALONE]
     return (*broken, *(rest if _is_off(low, full, exact or full) else ()))
 
@@ -310,7 +310,7 @@ def _updates(
     gradients: Mapping[str, torch.Tensor | None],
     optimizer: torch.optim.Optimizer,
     dtype: torch.dtype,
-) -> Iterator[Update]:
+) -> Iterator[UpdateErrors]:
     """Take a step with these gradients, if they are finite; how far it moved each parameter.
 
     Args:
@@ -336,4 +336,4 @@ def _updates(
         ratio = ratio[ratio.isfinite() & (ratio > 0)]
         if len(ratio):
             stalls = float((ratio < half_unit).double().mean())
-            yield Update(name, float(ratio.median()), stalls)
+            yield UpdateErrors(name, float(ratio.median()), stalls)

@@ -1,7 +1,8 @@
 """The histogram of activation gradients by binary exponent, and what FP16 makes of each.
 
 As figure 3 of "Mixed Precision Training" (Micikevicius et al., ICLR 2018): percent of all elements,
-on a logarithmic axis, over floor(log2 |x|), zeros at the left. `page.html` draws a `Chart` as SVG.
+on a logarithmic axis, over floor(log2 |x|), zeros at the left. `page.html` draws a `HistogramChart`
+as SVG.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ class Panel:
 
 
 @dataclass(frozen=True)
-class Chart:
+class HistogramChart:
     """What is drawn, in units of an SVG of `width` times `height`.
 
     Attributes:
@@ -115,7 +116,7 @@ class Chart:
         return self.top + (1 - share) * (self.bottom - self.top)
 
 
-def chart_of(counts: Sequence[int], zeros: int, scale: float | None) -> Chart:
+def chart_of(counts: Sequence[int], zeros: int, scale: float | None) -> HistogramChart:
     """Make the chart of a histogram.
 
     Args:
@@ -131,7 +132,7 @@ def chart_of(counts: Sequence[int], zeros: int, scale: float | None) -> Chart:
     lefts = [bar.left for panel in panels for bar in panel.bars]
     smallest = min((100 * n / total for n in (*counts, zeros) if n), default=100.0)
     bottom = min(-1, math.ceil(math.log10(smallest)) - 1)
-    return Chart(
+    return HistogramChart(
         tuple(panels),
         100 * zeros / total,
         low=math.floor(min([*lefts, _ROUNDS_TO_ZERO])) - 5,

@@ -56,7 +56,7 @@ class NodeNumbers:
 
 
 @dataclass(frozen=True)
-class Update:
+class UpdateErrors:
     """How one parameter moved in an optimizer step.
 
     Attributes:
@@ -104,7 +104,7 @@ class Report(Shown):
     nodes: tuple[NodeNumbers, ...]
     histogram: tuple[int, ...]
     zeros: int
-    updates: tuple[Update, ...]
+    updates: tuple[UpdateErrors, ...]
     optimizer: str
     graphs: tuple[GraphPlan, ...]
     notes: tuple[str, ...] = ()

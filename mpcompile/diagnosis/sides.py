@@ -26,7 +26,7 @@ from ..errors import MPCompileError
 from ..ir.scale import INIT_SCALE, ScaleRule
 from ..lower.tracing_settings import settings_for
 from ..observe.record import Numbers, Record, moved
-from ..observe.watch import Comparing, Exact, Keeping, Watch, gradient_units, source_of_value
+from ..observe.watch import Comparing, Exact, Keeping, Observer, gradient_units, source_of_value
 from ..planner.target import device_of, target_of
 from ..plans.graph_plan import GraphPlan, plan_of_left
 from ..rules.policy import Level
@@ -43,7 +43,7 @@ Loss = Callable[[Any], torch.Tensor]
 Step = Callable[[Callable[..., Any]], torch.Tensor]
 
 
-class Side(enum.Enum):
+class RunKind(enum.Enum):
     EXACT = "fp64"
     FULL = "fp32"
     LOW = "low"
@@ -134,7 +134,7 @@ class Sides:
         # Dynamo keeps each backend for as long as the process runs.
         compiled = compiled_apart(twin, weakly(self._backend), "diagnose")
         self.forward = running(compiled, twin, looking=None, **settings_for(twin))
-        self._side, self._run, self._exact = Side.EXACT, Run(), Run()
+        self._side, self._run, self._exact = RunKind.EXACT, Run(), Run()
 
     def advance(self, run: Run) -> None:
         """Go on from the buffers that a run left, with other random numbers."""
@@ -142,7 +142,7 @@ class Sides:
         run.state.restore()
         self.seed += 1
 
-    def run(self, side: Side, exact: Run | None = None, step: Step | None = None) -> Run:
+    def run(self, side: RunKind, exact: Run | None = None, step: Step | None = None) -> Run:
         """One forward and backward, from the same random numbers and buffers on every side.
 
         Args:
@@ -212,17 +212,17 @@ class Sides:
         )  # fmt: skip
 
     def _watched(self, graph: Planned, record: Record, number: int, args: Sequence[Any]) -> Any:
-        if self._side is Side.EXACT:
+        if self._side is RunKind.EXACT:
             return Exact(graph.captured, record).run(*args)
         exact = self._exact.record_of(number, graph)
-        if self._side is Side.FULL:
+        if self._side is RunKind.FULL:
             if exact is None:
-                plain = Keeping if self.keep else Watch
+                plain = Keeping if self.keep else Observer
                 return plain(graph.captured, record).run(*args)
             return Comparing(graph.captured, record, exact).run(*args)
         inputs = self._assembled(graph, args)
         if exact is None:
-            return Watch(graph.rewritten, record).run(*inputs)
+            return Observer(graph.rewritten, record).run(*inputs)
         return Comparing(graph.rewritten, record, exact, self.scale).run(*inputs)
 
     def _assembled(self, graph: Planned, args: Sequence[Any]) -> list[Any]:
@@ -284,16 +284,16 @@ def run_low(
     reference = exact or full
     if low_dtype_of(sides) is not torch.float16:
         sides.scale = _scale(sides.settings, live, None)
-        return sides.run(Side.LOW, reference), None
+        return sides.run(RunKind.LOW, reference), None
     fits = _fitting(_largest(reference, low=False))
     sides.scale = _scale(sides.settings, live, fits)
-    low = sides.run(Side.LOW, reference)
+    low = sides.run(RunKind.LOW, reference)
     # Terms of a gradient may be larger than their sum: go down as a training does.
     rule = _rule(sides.settings)
     curable = rule.dynamic and math.isfinite(low.loss) and not _overflowed(full)
     while curable and _overflowed(low) and sides.scale > rule.min_scale:
         sides.scale = max(rule.min_scale, sides.scale / BACKOFF)
-        low = sides.run(Side.LOW, reference)
+        low = sides.run(RunKind.LOW, reference)
     if _overflowed(low):
         return low, fits
     # The exact gradient of a value counts its readers in FP32, too: the scale may be too low.
@@ -301,7 +301,7 @@ def run_low(
     before, sides.scale = sides.scale, _scale(sides.settings, live, fits)
     if sides.scale == before:
         return low, fits
-    better = sides.run(Side.LOW, reference)
+    better = sides.run(RunKind.LOW, reference)
     if _overflowed(better):  # what was too small to be seen before
         sides.scale = before
         return low, before

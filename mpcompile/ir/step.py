@@ -76,7 +76,7 @@ class CopyLayout:
 
 
 @dataclass(frozen=True)
-class Ranks:
+class RankGroups:
     """The processes that must take a step alike, because each holds a part of its gradients.
 
     Attributes:
@@ -106,7 +106,7 @@ class StepConfig:
     checked: bool = True
     scales: tuple[ScaleRule, ...] = ()
     max_grad_norm: float | None = None
-    ranks: Ranks | None = None
+    ranks: RankGroups | None = None
 
     @property
     def clipped(self) -> bool:

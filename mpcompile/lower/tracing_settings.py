@@ -54,7 +54,7 @@ def settings_for(module: nn.Module) -> dict[str, bool]:
     return {**VALUE_SIZES, **({"allow_rnn": True} if rnns else {})}
 
 
-class _Thread(threading.local):
+class _SettingsThread(threading.local):
     def __init__(self) -> None:
         # by the calls of our functions that this thread is in
         self.wanted: list[list[Callable[[], AbstractContextManager[Any]]]] = []
@@ -63,7 +63,7 @@ class _Thread(threading.local):
         self.were_set = False  # in the last call
 
 
-_thread = _Thread()
+_thread = _SettingsThread()
 _idle = threading.Event()  # nothing compiles in any thread, as far as Dynamo has said
 _idle.set()
 

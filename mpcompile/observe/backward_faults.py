@@ -13,7 +13,7 @@ from torch import fx
 
 from ..ir.dtypes import HALF
 from ..ir.scale import INIT_SCALE
-from .fault import NEAR, Case, Fault, Kind, dtype_of, low_name, text
+from .fault import NEAR, Fault, FaultKind, GraphRuns, dtype_of, low_name, text
 from .record import BackwardStep
 from .watch import source_of_value
 
@@ -21,7 +21,7 @@ from .watch import source_of_value
 LOST = 0.5
 
 
-def overflow(case: Case) -> Fault | None:
+def overflow(case: GraphRuns) -> Fault | None:
     """The first step of the backward that made of finite gradients some that are not."""
     full = case.full.steps if case.full is not None else ()
     own = {step.node for step in full if _overflows(step)}
@@ -37,7 +37,7 @@ def overflow(case: Case) -> Fault | None:
                 f"its backward ({step.name}) makes gradients that are not finite, and does so in "
                 "FP32; the precision has no part in it"
             )
-            return case.fault(Kind.OWN, n, reason, step=step)
+            return case.fault(FaultKind.OWN, n, reason, step=step)
         return _overflowed(case, n, step)
     return None
 
@@ -46,7 +46,7 @@ def _overflows(step: BackwardStep) -> bool:
     return bool(step.passed_on.bad) and not step.received.bad
 
 
-def _overflowed(case: Case, n: fx.Node, step: BackwardStep) -> Fault:
+def _overflowed(case: GraphRuns, n: fx.Node, step: BackwardStep) -> Fault:
     value = source_of_value(n)
     if value is n:
         return _overflowed_inside(case, n, step)
@@ -58,21 +58,23 @@ def _overflowed(case: Case, n: fx.Node, step: BackwardStep) -> Fault:
     if case.scale != 1:
         reason += f" at a loss scale of {case.scale:g}"
     pins = [*_around(case, value, n), *_too_steep(case)]
-    return case.fault(Kind.BACKWARD, made, reason, amax, pins, _inner_step(case, made))
+    return case.fault(FaultKind.BACKWARD, made, reason, amax, pins, _inner_step(case, made))
 
 
-def _overflowed_inside(case: Case, n: fx.Node, step: BackwardStep) -> Fault:
+def _overflowed_inside(case: GraphRuns, n: fx.Node, step: BackwardStep) -> Fault:
     """Of an operator that computes in a low dtype, and whose backward leaves its range."""
     read = {source_of_value(x).name for x in n.all_input_nodes}
     sizes = {name: case.gradient_amax(name) for name in read}
     amax = max((size for size in sizes.values() if size < float("inf")), default=float("inf"))
     reason = f"its backward ({step.name}) makes gradients that are not finite"
     large = [name for name, size in sizes.items() if size == amax]
-    return case.fault(Kind.BACKWARD, n, reason, amax, [n.name, *large, *_too_steep(case)], step)
+    return case.fault(
+        FaultKind.BACKWARD, n, reason, amax, [n.name, *large, *_too_steep(case)], step
+    )
 
 
 def _origin(
-    case: Case, value: fx.Node, through: fx.Node, is_so: Callable[[float], bool]
+    case: GraphRuns, value: fx.Node, through: fx.Node, is_so: Callable[[float], bool]
 ) -> fx.Node:
     """The operator that makes the gradient so large, or so small, that `is_so` holds: of a value,
     which is read `through` a cast, or itself.
@@ -86,7 +88,7 @@ def _origin(
     return made
 
 
-def _around(case: Case, value: fx.Node, stored: fx.Node) -> list[str]:
+def _around(case: GraphRuns, value: fx.Node, stored: fx.Node) -> list[str]:
     """What must be in FP32 so that the gradient of a value never is in a low dtype: the operator
     that makes the value, if it makes it in one, and those that read it in one.
     """
@@ -94,14 +96,14 @@ def _around(case: Case, value: fx.Node, stored: fx.Node) -> list[str]:
     return [x.name for x in ([value] if dtype_of(value) in HALF else []) + read_by]
 
 
-def _inner_step(case: Case, n: fx.Node) -> BackwardStep | None:
+def _inner_step(case: GraphRuns, n: fx.Node) -> BackwardStep | None:
     """The operator inside of a user's backward where the gradient gets its size."""
     steps = [step for step in case.steps.get(n.name, ()) if step.frames]
     largest = max((step.passed_on.amax for step in steps), default=0.0)
     return next((step for step in steps if step.passed_on.amax >= NEAR * largest), None)
 
 
-def _steep(case: Case, limit: float | None = None) -> list[fx.Node]:
+def _steep(case: GraphRuns, limit: float | None = None) -> list[fx.Node]:
     """The nodes in a low dtype whose exact gradient is above a limit, without the loss scale;
     default: half of what fits.
     """
@@ -114,13 +116,13 @@ def _steep(case: Case, limit: float | None = None) -> list[fx.Node]:
     return found
 
 
-def _too_steep(case: Case, limit: float | None = None) -> Iterator[str]:
+def _too_steep(case: GraphRuns, limit: float | None = None) -> Iterator[str]:
     """What must be in FP32 so that no gradient above the limit is in a low dtype."""
     for n in _steep(case, limit):
         yield from _around(case, source_of_value(n), n)
 
 
-def underflow(case: Case) -> Iterator[Fault]:
+def underflow(case: GraphRuns) -> Iterator[Fault]:
     """The first gradient, in the order of the backward, that is lost."""
     for n in reversed(list(case.graph.nodes)):
         if _is_lost(case, n) and _matters(case, n):
@@ -128,7 +130,7 @@ def underflow(case: Case) -> Iterator[Fault]:
             return
 
 
-def _is_lost(case: Case, n: fx.Node) -> bool:
+def _is_lost(case: GraphRuns, n: fx.Node) -> bool:
     low, full = case.low, case.full
     own = full.gradient_errors.get(source_of_value(n).name, 0.0) if full is not None else 0.0
     error = low.gradient_errors.get(n.name, 0.0)
@@ -138,7 +140,7 @@ def _is_lost(case: Case, n: fx.Node) -> bool:
     return low.lost.get(n.name, 0.0) >= LOST and error >= LOST and error > rounding
 
 
-def _matters(case: Case, n: fx.Node) -> bool:
+def _matters(case: GraphRuns, n: fx.Node) -> bool:
     """Whether the gradient of an input of the graph is off because of it."""
     above, queue = set(), [n]
     while queue:
@@ -152,7 +154,7 @@ def _matters(case: Case, n: fx.Node) -> bool:
     return not known or max(known) >= LOST
 
 
-def _lost(case: Case, n: fx.Node) -> Fault:
+def _lost(case: GraphRuns, n: fx.Node) -> Fault:
     value, scale, low = source_of_value(n), case.scale, low_name(n)
     amax, lost = case.gradient_amax(value.name), case.low.lost[n.name]
     info = torch.finfo(getattr(torch, low))
@@ -171,7 +173,7 @@ def _lost(case: Case, n: fx.Node) -> Fault:
             f"{at}, where {gone} of {value.name}, up to {text(amax)}, become zero"
         )
         pins, inner = _too_steep(case, limit), _inner_step(case, made)
-        return case.fault(Kind.UNDERFLOW, made, reason, size, pins, inner)
+        return case.fault(FaultKind.UNDERFLOW, made, reason, size, pins, inner)
     faint = max(amax, info.smallest_normal * info.eps / scale)
     made = _origin(case, value, n, lambda size: size <= faint)
     reason = (
@@ -179,4 +181,4 @@ def _lost(case: Case, n: fx.Node) -> Fault:
         f"zero in {low}{at}"
     )
     inner = _inner_step(case, made)
-    return case.fault(Kind.UNDERFLOW, made, reason, amax, _around(case, value, n), inner)
+    return case.fault(FaultKind.UNDERFLOW, made, reason, amax, _around(case, value, n), inner)

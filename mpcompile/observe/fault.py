@@ -22,7 +22,7 @@ from .watch import source_of_value
 _UNKNOWN = Numbers(amax=float("inf"))
 
 
-class Kind(enum.Enum):
+class FaultKind(enum.Enum):
     """What is wrong. The values are words for people."""
 
     OVERFLOW = "overflow"
@@ -45,7 +45,7 @@ class Fault:
         graph: the number of the graph in the model's forward.
     """
 
-    kind: Kind
+    kind: FaultKind
     node: PlanNode
     reason: str
     amax: float = float("inf")
@@ -70,7 +70,7 @@ NEAR = 0.5
 
 
 @dataclass
-class Case:
+class GraphRuns:
     """The runs of one graph, as the rules ask about them that look for faults.
 
     Attributes:
@@ -169,7 +169,7 @@ class Case:
 
     def fault(
         self,
-        kind: Kind,
+        kind: FaultKind,
         n: fx.Node,
         reason: str,
         amax: float = float("inf"),

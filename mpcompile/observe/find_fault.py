@@ -23,12 +23,12 @@ from .. import ir
 from ..ir.dtypes import HALF
 from ..torch_inside.names import pytree
 from . import backward_faults
-from .fault import NEAR, Case, Fault, Kind, dtype_of, low_name, text
+from .fault import NEAR, Fault, FaultKind, GraphRuns, dtype_of, low_name, text
 from .record import Numbers
 from .watch import source_of_value
 
 
-def find(case: Case) -> list[Fault]:
+def find(case: GraphRuns) -> list[Fault]:
     """What went wrong in one run of a graph, most serious first.
 
     What came into the graph wrong already is no fault of this graph: not the infinite inputs that
@@ -44,7 +44,7 @@ def find(case: Case) -> list[Fault]:
 INACCURATE = 0.1
 
 
-def _overflow(case: Case) -> Fault | None:
+def _overflow(case: GraphRuns) -> Fault | None:
     """The first value with more elements that are not finite than in FP32."""
     for n in case.graph.nodes:
         if n.op == "placeholder" and ir.copy_of(n) is None:
@@ -59,7 +59,7 @@ def _overflow(case: Case) -> Fault | None:
     return None
 
 
-def _overflowed(case: Case, n: fx.Node) -> Fault:
+def _overflowed(case: GraphRuns, n: fx.Node) -> Fault:
     source = source_of_value(n)
     amax, low = case.amax(source.name), dtype_of(n)
     end = torch.finfo(low).max
@@ -89,10 +89,10 @@ def _overflowed(case: Case, n: fx.Node) -> Fault:
         pins = rounded
     else:
         reason = f"a sum or product inside of it leaves the range of {name}"
-    return case.fault(Kind.OVERFLOW, line, reason, amax, [*pins, *_too_large(case)])
+    return case.fault(FaultKind.OVERFLOW, line, reason, amax, [*pins, *_too_large(case)])
 
 
-def _flushed_operand(case: Case, n: fx.Node) -> fx.Node | None:
+def _flushed_operand(case: GraphRuns, n: fx.Node) -> fx.Node | None:
     """An operand with more zeros than in FP32."""
     for operand in n.all_input_nodes:
         source = source_of_value(operand)
@@ -102,7 +102,7 @@ def _flushed_operand(case: Case, n: fx.Node) -> fx.Node | None:
     return None
 
 
-def _too_large(case: Case) -> Iterator[str]:
+def _too_large(case: GraphRuns) -> Iterator[str]:
     """The operators in a low dtype whose values come near the end of its range in FP32."""
     for n in case.graph.nodes:
         if not case.is_program(n):
@@ -113,7 +113,7 @@ def _too_large(case: Case) -> Iterator[str]:
             yield n.name
 
 
-def _own(case: Case) -> Fault | None:
+def _own(case: GraphRuns) -> Fault | None:
     """The first value that FP32 is known to make infinite or NaN as well, if that does harm."""
     if case.full is None:
         return None
@@ -128,18 +128,18 @@ def _own(case: Case) -> Fault | None:
     for of_nans in (True, False):
         for n in case.graph.nodes:
             if case.is_program(n) and _is_born(case, n, nans=of_nans) and not _is_intended(n):
-                return case.fault(Kind.OWN, n, _why_own(case, n))
+                return case.fault(FaultKind.OWN, n, _why_own(case, n))
     return None
 
 
-def _is_hurt(case: Case, result: fx.Node, loss: float | None) -> bool:
+def _is_hurt(case: GraphRuns, result: fx.Node, loss: float | None) -> bool:
     """Whether an infinite result does harm: by the loss, or else by the gradient that it gets."""
     if loss is not None:
         return not isfinite(loss)
     return bool(case.low.gradients.get(result.name, Numbers()).bad)
 
 
-def _why_own(case: Case, n: fx.Node) -> str:
+def _why_own(case: GraphRuns, n: fx.Node) -> str:
     word = "NaN" if case.value(n).nans else "infinite"
     read = [case.value(operand) for operand in n.all_input_nodes]
     reason = f"it makes {word} of finite values, and does so in FP32"
@@ -153,7 +153,7 @@ def _why_own(case: Case, n: fx.Node) -> str:
     return reason + "; the precision has no part in it"
 
 
-def _is_born(case: Case, n: fx.Node, *, nans: bool = False) -> bool:
+def _is_born(case: GraphRuns, n: fx.Node, *, nans: bool = False) -> bool:
     """Whether a value is not finite (NaN), though what the node reads is."""
     found = case.value(n)
     read = [case.value(operand) for operand in n.all_input_nodes]
@@ -172,7 +172,7 @@ def _is_node(x: object) -> bool:
     return isinstance(x, fx.Node)
 
 
-def _inaccurate(case: Case) -> Iterator[Fault]:
+def _inaccurate(case: GraphRuns) -> Iterator[Fault]:
     """The values that are far off, though what they were computed from is not."""
     errors = case.low.errors
     for n in case.graph.nodes:
@@ -192,10 +192,10 @@ def _inaccurate(case: Case) -> Iterator[Fault]:
             f"off by {full:.2%}: it makes much of little differences"
         )
         pins = [*(x.name for x in _rounded(n)), n.name]
-        yield case.fault(Kind.INACCURATE, n, reason, case.amax(n.name), pins)
+        yield case.fault(FaultKind.INACCURATE, n, reason, case.amax(n.name), pins)
 
 
-def _rounded_away(case: Case, n: fx.Node, error: float) -> Fault:
+def _rounded_away(case: GraphRuns, n: fx.Node, error: float) -> Fault:
     """Of a cast: the values are too small for the dtype that a reader wants."""
     value = source_of_value(n)
     read_by = case.readers(n)
@@ -204,7 +204,7 @@ def _rounded_away(case: Case, n: fx.Node, error: float) -> Fault:
     if read_by:
         reason += f", in which {read_by[0].name} reads it"
     line = value if case.is_program(value) or not read_by else read_by[0]
-    return case.fault(Kind.INACCURATE, line, reason, amax, [reader.name for reader in read_by])
+    return case.fault(FaultKind.INACCURATE, line, reason, amax, [reader.name for reader in read_by])
 
 
 def _rounded(n: fx.Node) -> Iterator[fx.Node]:

@@ -28,7 +28,7 @@ from ..torch_inside.tensors import version
 from .record import BackwardStep, Numbers, Record, Shares, floats_of, histogram
 
 
-class Watch(fx.Interpreter):
+class Observer(fx.Interpreter):
     """Records magnitudes and what is not finite.
 
     Attributes:
@@ -147,7 +147,7 @@ class Watch(fx.Interpreter):
         return untraced
 
 
-class Keeping(Watch):
+class Keeping(Observer):
     """A run whose values and gradients are kept, for others to be compared with."""
 
     of_leaves = True
@@ -293,7 +293,7 @@ def _wide_dtype(value: Any) -> Any:
     return torch.float64 if floating else value
 
 
-class Comparing(Watch):
+class Comparing(Observer):
     """A run that is compared with the exact one.
 
     Args:

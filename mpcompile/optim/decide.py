@@ -28,7 +28,7 @@ from ..devices.registry import capabilities
 from ..ir import aten
 from ..ir.fakes import like
 from ..ir.scale import STATE_DTYPES, ScaleState, settled
-from ..ir.step import FACTOR, NORM, SKIPPED, Ranks, Slot, StepConfig
+from ..ir.step import FACTOR, NORM, SKIPPED, RankGroups, Slot, StepConfig
 from ..plans.compile_log import Dump, trace_step
 from ..torch_inside.names import FakeTensorMode, norm_of_each
 from .compiled import Emit, Program
@@ -257,7 +257,7 @@ def _agree(config: StepConfig, known: _Values) -> dict[Slot, torch.Tensor]:
     }
 
 
-def _all_reduce(vector: torch.Tensor, ranks: Ranks) -> torch.Tensor:
+def _all_reduce(vector: torch.Tensor, ranks: RankGroups) -> torch.Tensor:
     """The sum of a vector over all ranks."""
     functional = torch.ops._c10d_functional  # there only if torch was built with distributed
     there = vector.to(ranks.device)  # elsewhere than parameters that FSDP keeps on the host

@@ -22,11 +22,11 @@ from .reports import Results
 from .trace_context import raw_step
 
 
-class _Thread(threading.local):
+class _EagerThread(threading.local):
     this_once = False
 
 
-_thread = _Thread()
+_thread = _EagerThread()
 
 
 @contextlib.contextmanager

@@ -29,7 +29,7 @@ from ..ir.shapes import Lanes, Path, Size
 from ..rules.labels import DIMS
 from ..torch_inside.names import autocast_off
 
-Held = Mapping[int, Lanes]  # dimension -> the lanes at its end
+DimLanes = Mapping[int, Lanes]  # dimension -> the lanes at its end
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Kept:
     operands: Mapping[Path, int]
 
 
-def kept(node: fx.Node, held: Callable[[fx.Node], Held]) -> dict[int, Kept]:
+def kept(node: fx.Node, held: Callable[[fx.Node], DimLanes]) -> dict[int, Kept]:
     """The dimensions of the node's result that can keep lanes, given those of its operands."""
     if not ir.is_op(node) or ir.is_opaque(node) or ir.is_mutable(node) or ir.tensor(node) is None:
         return {}
@@ -70,7 +70,7 @@ def densifies(node: fx.Node) -> bool:
     return ir.is_cast(node) or (ir.rule(node).elementwise and not ir.rule(node).may_alias)
 
 
-def _through_elementwise(node: fx.Node, held: Callable[[fx.Node], Held]) -> dict[int, Kept]:
+def _through_elementwise(node: fx.Node, held: Callable[[fx.Node], DimLanes]) -> dict[int, Kept]:
     operands = {p: n for p, n in ir.operands(node).items() if ir.tensor(n) is not None}
     if len(operands) != len(ir.operands(node)):
         return {}  # a size or a number that is computed at run time
@@ -86,7 +86,7 @@ def _through_dim(
     node: fx.Node,
     dim: int,
     operands: Mapping[Path, fx.Node],
-    held: Callable[[fx.Node], Held],
+    held: Callable[[fx.Node], DimLanes],
 ) -> Kept | None:
     shape = ir.value(node).shape
     contents: dict[Path, float | None] = {}
@@ -166,7 +166,7 @@ def _survives(content: float | None, dtype: torch.dtype) -> bool:
 # -- views ----------------------------------------------------------------------------------------
 
 
-def _through_view(node: fx.Node, held: Callable[[fx.Node], Held]) -> dict[int, Kept]:
+def _through_view(node: fx.Node, held: Callable[[fx.Node], DimLanes]) -> dict[int, Kept]:
     operand = node.args[0]
     assert isinstance(operand, fx.Node)
     places = _DIMS[ir.rule(node).dims](node)

@@ -29,7 +29,7 @@ _Code = tuple[str, str, int]  # a function's name, its file and first line
 _LIMIT = "recompile limit"
 
 
-class _State:
+class _Compiled:
     """What is known of this process.
 
     Attributes:
@@ -42,7 +42,7 @@ class _State:
         self.until = 0
 
 
-_state = _State()
+_state = _Compiled()
 
 
 def compiled(code: CodeType | None, *, strict: bool) -> None:

@@ -111,7 +111,7 @@ def _scaled(compiled: Function, made: Emitted) -> Function:
         return compiled
     scale, reader, repairable, device = made.scale, made.reader, made.repairable, made.device
     masters = tuple(made.inputs.copies.values())
-    watch = _Watch(made.examples, scale)
+    watch = _ScaleNotifier(made.examples, scale)
     in_a_row = scale.in_a_row
     if repairable is not None:
         in_a_row.repair = functools.partial(repair, scale)
@@ -138,7 +138,7 @@ def _scaled(compiled: Function, made: Emitted) -> Function:
     return call
 
 
-class _Watch:
+class _ScaleNotifier:
     """Tells optimizers which scale the gradients of a graph's parameters depend on. Dynamo may run
     the graph with the parameters of equal modules in turn, so those of several are known.
 

@@ -38,7 +38,7 @@ from ..torch_inside.modules import compiled_call, plain_call, set_compiled_call
 from .outside_products import Outside
 from .owned_backend import with_own_code
 
-__all__ = ["Looking", "enter_by_itself", "entry", "looked_into", "shared_entry"]
+__all__ = ["ProductsCheck", "enter_by_itself", "entry", "looked_into", "shared_entry"]
 
 CompilePart = Callable[[nn.Module], Callable[..., Any]]
 
@@ -87,7 +87,7 @@ def looked_into(call: Callable[[], Any], module: nn.Module, compiled_part: Compi
             return outside
 
 
-class Looking:
+class ProductsCheck:
     """Looks at the first training calls of something compiled, and the first in evaluation.
 
     Attributes:

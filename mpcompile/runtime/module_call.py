@@ -38,7 +38,7 @@ from ..torch_inside.modules import compiled_call, hooks_around, plain_call, set_
 from ..torch_inside.names import BackendCompilerFailed, torchscript_trace
 from . import given_up, uncalled
 from .half_inputs import refuse_written, widened, widens_inputs
-from .left_to_python import Looking, enter_by_itself, entry, shared_entry
+from .left_to_python import ProductsCheck, enter_by_itself, entry, shared_entry
 from .outside_products import aside
 from .owned_backend import compiled_by
 from .regions import Regions
@@ -51,7 +51,7 @@ def running(
     compiled: Callable[..., Any],
     plain: Callable[..., Any],
     *contexts: Any,
-    looking: Looking | None = None,
+    looking: ProductsCheck | None = None,
     **settings: bool,
 ) -> Callable[..., Any]:
     """Wrap what torch.compile returned for the function `plain`: Dynamo traces it within these
@@ -126,7 +126,7 @@ class ModuleCall:
         keeps_copies: bool,
         check: Callable[[nn.Module], None],
         called: Callable[[nn.Module], bool],
-        looking: Callable[[nn.Module], Looking] | None = None,
+        looking: Callable[[nn.Module], ProductsCheck] | None = None,
         regions: Regions | None = None,
         method: Callable[..., Any] | None = None,
     ) -> None:
@@ -236,7 +236,7 @@ class ModuleCall:
         return self._running(entry(function, self._module), self._backend, self._looking)
 
     def _running(
-        self, own: Callable[..., Any], backend: Callable[..., Any], looking: Looking | None
+        self, own: Callable[..., Any], backend: Callable[..., Any], looking: ProductsCheck | None
     ) -> Callable[..., Any]:
         """A function with code of its own, compiled."""
         compiled = compiled_by(backend, own, **self._compile_kwargs)

@@ -33,11 +33,11 @@ _WIDE = (torch.float32, torch.float64)
 _REENTRANT = CheckpointFunction.forward.__code__  # what is called by its frame isn't compiled
 
 
-class _Thread(threading.local):
+class _CountingThread(threading.local):
     now: Outside | None = None  # what looks at the call that this thread is in
 
 
-_thread = _Thread()
+_thread = _CountingThread()
 
 
 class Outside(TorchDispatchMode):

@@ -20,7 +20,7 @@ from ..torch_inside.private_names import Part, refuse
 from .check_module import for_weights
 
 
-class Record:
+class ModelRecord:
     """What is known about one compiled model or function: `request` are its options as given."""
 
     def __init__(self, loss_scale: LossScale, request: Mapping[str, Any]) -> None:
@@ -40,7 +40,7 @@ def loss_scale_of(model: Any) -> LossScale:
     return _scale_of(model, _record_of(model))
 
 
-def _scale_of(model: Any, record: Record) -> LossScale:
+def _scale_of(model: Any, record: ModelRecord) -> LossScale:
     own = record.loss_scale
     if own.fp16_only and isinstance(model, nn.Module):
         return parameters.given_scale(model.parameters()) or own
@@ -63,7 +63,7 @@ def pinned_in(model: Any) -> Repairs:
     return _scale_of(model, record).repairs if record else Repairs()
 
 
-def recorded(model: Any) -> Record | None:
+def recorded(model: Any) -> ModelRecord | None:
     """What is known about a model, or else about the one compiled module inside of it; None if
     `mpcompile()` has compiled none.
 
@@ -71,7 +71,7 @@ def recorded(model: Any) -> Record | None:
         MPCompileError: several modules inside were compiled, each by itself.
     """
     if model in records or not isinstance(model, nn.Module):
-        own: Record | None = records.get(model)
+        own: ModelRecord | None = records.get(model)
         return own
     if (by_backend := _by_backend(model)) is not None:
         return by_backend
@@ -85,14 +85,14 @@ def recorded(model: Any) -> Record | None:
     return inside[0][1] if inside else None
 
 
-def _by_backend(module: nn.Module) -> Record | None:
+def _by_backend(module: nn.Module) -> ModelRecord | None:
     """What is known of a module that `torch.compile(backend="mpcompile")` has compiled."""
     found = parameters.plans_of(module.parameters())
     if not found:
         return None
     request = found[-1][0]
     scale = parameters.scale_of(module.parameters()) or Settings.parse(request).loss_scale
-    record = Record(scale or LossScale.default(), request)
+    record = ModelRecord(scale or LossScale.default(), request)
     record.plans += [plan for _, plan in found]
     return record
 
@@ -131,7 +131,7 @@ def studied(model: Any, who: str) -> nn.Module:
     return inner if isinstance(inner, nn.Module) else model
 
 
-def _record_of(model: Any) -> Record:
+def _record_of(model: Any) -> ModelRecord:
     model = getattr(model, "__func__", model)  # of a method, its function
     if model not in records:
         model = unwrapped(model)  # of what torch.compile() returned, the module in it
@@ -152,5 +152,5 @@ def _record_of(model: Any) -> Record:
             f"this {type(model).__name__} was not compiled by mpcompile(...), or is a copy of one "
             f"that was{hint}"
         )
-    record: Record = records[model]
+    record: ModelRecord = records[model]
     return record

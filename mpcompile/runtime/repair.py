@@ -22,10 +22,10 @@ from .. import ir, logs
 from ..devices.registry import RandomState, unchanged
 from ..ir.fakes import duplicate
 from ..ir.places import places
-from ..observe.fault import Case, Fault, Kind
+from ..observe.fault import Fault, FaultKind, GraphRuns
 from ..observe.find_fault import find
 from ..observe.record import Record
-from ..observe.watch import Watch, passed
+from ..observe.watch import Observer, passed
 from ..plans.pipeline import Planned
 from ..scaling import guard
 from ..scaling.loss_scale import LossScale
@@ -34,7 +34,7 @@ from ..torch_inside.names import reset_code
 __all__ = ["Repairable", "repair"]
 
 # What is not finite. What comes later follows from what comes before.
-_SERIOUS = (Kind.OVERFLOW, Kind.OWN, Kind.BACKWARD)
+_SERIOUS = (FaultKind.OVERFLOW, FaultKind.OWN, FaultKind.BACKWARD)
 
 
 def repair(scale: LossScale) -> bool:
@@ -153,7 +153,7 @@ class _Call:
             scaling = torch.full_like(self._scale, at), torch.zeros_like(self._scale)
             low = self._run(planned.rewritten, len(self._inputs), scaling)
             full = self._run(planned.captured, captured)
-            found = find(Case(planned.rewritten.graph, planned.plan, low, full, scale=at))
+            found = find(GraphRuns(planned.rewritten.graph, planned.plan, low, full, scale=at))
         except Exception as error:  # of ours, or no memory, in the middle of somebody's training
             text = "a call can't be run node by node, so nothing is repaired: %(error)s"
             why = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
@@ -178,7 +178,7 @@ class _Call:
         with unchanged(self._devices), torch.enable_grad():
             self._random.restore()
             own = given if scaling else list(map(passed, given))
-            results = Watch(gm, record).run(*own, *scaling)
+            results = Observer(gm, record).run(*own, *scaling)
             into = [(results[i], grad) for i, grad in self._received.items()]
             into = [(x, grad.to(x.dtype)) for x, grad in into if x.requires_grad]
             if into:

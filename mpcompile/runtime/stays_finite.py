@@ -40,11 +40,11 @@ from ..errors import MPCompileWarning
 from ..ranks import fsdp
 from ..ranks.shards import local
 from ..scaling import hooks, optimizers, parameters
-from ..scaling.async_read import Later, Looks
+from ..scaling.async_read import AsyncRead, HostBuffers
 from ..torch_inside.names import FakeTensor, is_functorch_wrapped_tensor
 from ..torch_inside.tensors import sparse_values
 
-__all__ = ["StepWatch", "watching"]
+__all__ = ["StepFiniteCheck", "watching"]
 
 PAUSE = 1000  # times as long as a look took: so long none is taken
 _DIAGNOSE = "mpcompile.diagnose(model, inputs, loss_fn=...) names the operator that makes it"
@@ -68,7 +68,7 @@ class _Told:
 _told = _Told()
 
 
-class Watch:
+class FiniteCheck:
     """What one place that sees a training knows of it.
 
     Several places may see the same training. The first one that is sure speaks; another one does if
@@ -84,9 +84,9 @@ class Watch:
         self._next = 1  # the next call in which something is to be done
         self._took = math.inf  # seconds, of a look
         self._last = 0, perf_counter()  # the call and the end of the last one
-        self._looks = Looks()
+        self._looks = HostBuffers()
         # What has not arrived yet: the call, the numbers, what says which are bad, `is_part`.
-        self._later: tuple[int, Later, Callable[[Sequence[Number]], str], bool] | None = None
+        self._later: tuple[int, AsyncRead, Callable[[Sequence[Number]], str], bool] | None = None
         self._fine = 0  # the last call that was finite
         self._bad: tuple[int, str] | None = None  # the first one since that was not, and what
         known = any(param in _told.about for param in params)
@@ -191,7 +191,7 @@ def watching(compiled: Function, examples: Sequence[Any], names: Names) -> Funct
     leaves = [i for i in trained if examples[i].is_leaf]
     params = [examples[i] for i in leaves]
     _reach(params, names)
-    watch = StepWatch("training call", params)
+    watch = StepFiniteCheck("training call", params)
 
     def run(*args: Any) -> Any:
         results = compiled(*args)
@@ -203,8 +203,8 @@ def watching(compiled: Function, examples: Sequence[Any], names: Names) -> Funct
     return run
 
 
-class StepWatch(Watch):
-    """Looks at the calls of something compiled that is trained: see `Watch`."""
+class StepFiniteCheck(FiniteCheck):
+    """Looks at the calls of something compiled that is trained: see `FiniteCheck`."""
 
     _turn = 0  # which weight is looked at
 
@@ -290,8 +290,8 @@ def _before_step(optimizer: Optimizer) -> None:
         watch.see(optimizer)
 
 
-class _OptimizerWatch(Watch):
-    """Looks at the gradients that an optimizer is about to use: see `Watch`."""
+class _OptimizerWatch(FiniteCheck):
+    """Looks at the gradients that an optimizer is about to use: see `FiniteCheck`."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         super().__init__(f"{type(optimizer).__name__}'s step", _held(optimizer))

@@ -9,26 +9,26 @@ import torch
 from ..devices.registry import capabilities
 
 
-class Looks:
+class HostBuffers:
     """Memory of the host, and events, for looks at numbers like these: each is used again once its
     look has been read. To pin memory and to make an event takes longer than the copy.
     """
 
     def __init__(self) -> None:
-        self._free: list[_Place] = []
+        self._free: list[_Buffer] = []
 
-    def at(self, *values: torch.Tensor) -> Later:
+    def at(self, *values: torch.Tensor) -> AsyncRead:
         """Look at 0-d tensors of one device."""
         for i, place in enumerate(self._free):
             if place.is_like(values):
-                return Later(*values, place=self._free.pop(i), looks=self)
-        return Later(*values, looks=self)
+                return AsyncRead(*values, place=self._free.pop(i), looks=self)
+        return AsyncRead(*values, looks=self)
 
-    def take_back(self, place: _Place) -> None:
+    def take_back(self, place: _Buffer) -> None:
         self._free.append(place)
 
 
-class _Place:
+class _Buffer:
     """Pinned memory for some numbers, and the event that tells when they are there."""
 
     def __init__(self, values: tuple[torch.Tensor, ...]) -> None:
@@ -48,7 +48,7 @@ class _Place:
         self.event = capabilities(self.device).record_event(self.event)
 
 
-class Later:
+class AsyncRead:
     """0-d tensors of one device, readable once they have arrived: on a CPU at once, as they are
     then; on a GPU after a copy.
 
@@ -58,13 +58,13 @@ class Later:
     """
 
     def __init__(
-        self, *values: torch.Tensor, place: _Place | None = None, looks: Looks | None = None
+        self, *values: torch.Tensor, place: _Buffer | None = None, looks: HostBuffers | None = None
     ) -> None:
-        self._place: _Place | None = None
+        self._place: _Buffer | None = None
         self._mirrors, self._looks = values, looks
         self._numbers: tuple[int | float | bool, ...] | None = None
         if capabilities(values[0].device).asynchronous:
-            self._place = place or _Place(values)
+            self._place = place or _Buffer(values)
             self._place.fetch(values)
             self._mirrors = self._place.mirrors
 

@@ -242,7 +242,7 @@ class Reader:
     ) -> None:
         self.dtype, self.scale, self._shapes = dtype, scale, shapes
         # By the first one's id: a graph may run with the parameters of equal modules in turn.
-        self._all: dict[int, _Known] = {}
+        self._all: dict[int, _MasterCache] = {}
 
     def read(self, masters: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """The copies, brought up to date; tracked by autograd where grad mode is on."""
@@ -260,7 +260,7 @@ class Reader:
         return self._in_shape(_ReadCopies.apply(self, copies, *masters))  # type: ignore[no-untyped-call]
 
     def stored_low(
-        self, masters: Sequence[torch.Tensor], known: _Known | None = None
+        self, masters: Sequence[torch.Tensor], known: _MasterCache | None = None
     ) -> list[bool]:
         """Whether the gradient of each may have the low dtype: it has no loss scale, and only its
         optimizer reads it, and no hook. (DDP, in C++, reads it, too: see `agreement.py`.)
@@ -276,11 +276,11 @@ class Reader:
         pairs = zip(stored, self._shapes, strict=True)
         return [x if x.shape == shape else _padded(x, shape) for x, shape in pairs]
 
-    def _known(self, masters: Sequence[torch.Tensor]) -> _Known:
+    def _known(self, masters: Sequence[torch.Tensor]) -> _MasterCache:
         known = self._all.get(id(masters[0]))
         if known is None or not known.is_of(masters):
             pairs = zip(masters, self._shapes, strict=True)
-            known = _Known(masters, [copy_of(p, self.dtype, shape) for p, shape in pairs])
+            known = _MasterCache(masters, [copy_of(p, self.dtype, shape) for p, shape in pairs])
             self._all = {key: one for key, one in self._all.items() if one.is_current()}
             self._all[id(masters[0])] = known
         return known
@@ -292,7 +292,7 @@ def _padded(x: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
     return F.pad(x, [n for change in reversed(by) for n in (0, change)])
 
 
-class _Known:
+class _MasterCache:
     """What `parameters` knows of some masters, as long as nothing changes there: each forward and
     each backward asks of all of them.
 

@@ -17,7 +17,7 @@ from .. import logs
 from ..devices.registry import capabilities
 from ..ir.scale import STATE_DTYPES, ScaleRule, ScaleState, settled, updated
 from ..torch_inside.tensors import holders
-from .async_read import Later, Looks
+from .async_read import AsyncRead, HostBuffers
 
 _EVERY = 8  # generated steps between two reads of what a GPU has skipped
 
@@ -63,8 +63,8 @@ class LiveScale:
         self._steps = self._forwards = 0  # generated steps, and forwards with some
         self._stepped_at = -1
         self._told = 0, 0, state.skipped_steps  # these, as `stepped` has told of them
-        self._looks = Looks()
-        self._arriving: tuple[tuple[int, int], Later] | None = None
+        self._looks = HostBuffers()
+        self._arriving: tuple[tuple[int, int], AsyncRead] | None = None
 
     @property
     def state(self) -> ScaleState:
@@ -246,7 +246,7 @@ class ScaleCopies:
     """
 
     def __init__(self) -> None:
-        self._places: dict[object, list[_Place]] = {}  # by stream
+        self._places: dict[object, list[_ScalePlace]] = {}  # by stream
         self._taking = threading.Lock()  # two threads must not find the same place free
 
     def of(self, scale: torch.Tensor) -> torch.Tensor:
@@ -258,11 +258,11 @@ class ScaleCopies:
                     return place.take(scale)
             if len(places) == _PLACES:
                 return scale.clone()
-            places.append(_Place(scale))
+            places.append(_ScalePlace(scale))
             return places[-1].take(scale)
 
 
-class _Place:
+class _ScalePlace:
     """Memory for one copy."""
 
     def __init__(self, like: torch.Tensor) -> None:

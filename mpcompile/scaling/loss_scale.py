@@ -26,7 +26,7 @@ from ..ir.scale import INIT_SCALE, Ruled, ScaleRule, ScaleState, rule_of, update
 from ..torch_inside.distributed import active_ddp
 from ..torch_inside.names import running_backward
 from .live_scale import LiveScale
-from .messages import Said
+from .messages import Messages
 from .overflows import Overflows
 from .scale_search import Search
 from .skipped_steps import Repairs, SkippedInARow
@@ -74,7 +74,7 @@ class LossScale(Ruled):
         self.live = LiveScale(state, rule)
         self.search = Search(self.live, fitting=fitting)
         self.overflows = Overflows()
-        self.said = Said()
+        self.said = Messages()
         self.in_a_row = SkippedInARow(self.live, self.said)
         self.repairs = Repairs()
         self.restored = self.loaded = False

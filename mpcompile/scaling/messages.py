@@ -22,7 +22,7 @@ from .overflows import any_nonfinite
 from .scale_search import after_backward
 
 
-class Said:
+class Messages:
     """What was said of one loss scale.
 
     A skipped step is spoken of when one has been taken after it: only then was it the scale. Where

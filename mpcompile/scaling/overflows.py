@@ -24,7 +24,7 @@ from ..errors import MPCompileError
 from ..ranks.agree import Ranks
 from ..ranks.shards import local, ranks_of
 from ..torch_inside.names import norm_of_each
-from .async_read import Later, Looks
+from .async_read import AsyncRead, HostBuffers
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Count:
 _FLAGS = 32
 
 
-class Reduction(Protocol):
+class Averages(Protocol):
     """What averages gradients over ranks (`agreement.py`), as far as a count knows it.
 
     Attributes:
@@ -118,9 +118,11 @@ class Overflows:
         self.void = Count()
         self.looks: weakref.WeakKeyDictionary[Any, Count] = weakref.WeakKeyDictionary()
         self.ranks = Ranks()
-        self._looks_later = Looks()
-        self._arriving: list[tuple[Later, bool]] = []  # (overflows, whether gradients existed then)
-        self.reductions: weakref.WeakSet[Reduction] = weakref.WeakSet()
+        self._looks_later = HostBuffers()
+        self._arriving: list[
+            tuple[AsyncRead, bool]
+        ] = []  # (overflows, whether gradients existed then)
+        self.reductions: weakref.WeakSet[Averages] = weakref.WeakSet()
         self._hooks: list[RemovableHandle] = []  # on the leaves, while there are reductions
 
     def leaf(self, device: torch.device) -> torch.Tensor:
@@ -140,7 +142,7 @@ class Overflows:
 
     # -- behind a reduction -----------------------------------------------------------------------
 
-    def leave_to(self, reduction: Reduction) -> None:
+    def leave_to(self, reduction: Averages) -> None:
         """Count in the gradients behind this reduction from now on, not in the graphs."""
         if reduction not in self.reductions:
             self.reductions.add(reduction)

@@ -11,7 +11,7 @@ from typing import Any
 
 from ..ir.places import Place
 from .live_scale import LiveScale, Stepped
-from .messages import Said
+from .messages import Messages
 from .scale_search import after_backward
 
 SKIPS = 4  # in a row
@@ -29,7 +29,7 @@ class SkippedInARow:
         repair: pins what overflows in these; returns whether it has. None: nobody asked for it.
     """
 
-    def __init__(self, live: LiveScale, said: Said) -> None:
+    def __init__(self, live: LiveScale, said: Messages) -> None:
         self._live, self._said = live, said
         self.pending = False
         self.skipped, self.before = 0, live.scale

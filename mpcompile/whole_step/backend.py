@@ -28,7 +28,7 @@ from ..torch_inside.tensors import hooks_on
 from . import one_graph
 from .call import Call
 from .parts import is_training_step
-from .program import Program
+from .program import StepProgram
 from .tracing import changes_settings, check_reached, stepped_without_gradient
 
 # What torch raises where a number that only a tensor's value tells would have to be known.
@@ -37,7 +37,7 @@ ON_VALUES = (
 )  # fmt: skip
 
 
-class _Thread(threading.local):
+class _StepThread(threading.local):
     began = False  # whether something compiled has begun to run since it was set to False
 
 
@@ -51,7 +51,7 @@ class WholeBackend:
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         self._options = dict(options)
-        self.thread = _Thread()
+        self.thread = _StepThread()
         self.varying: weakref.WeakKeyDictionary[Any, frozenset[Setting]] = (
             weakref.WeakKeyDictionary()
         )
@@ -85,7 +85,7 @@ class WholeBackend:
             settings = replace(settings, names=names)
         _check(example_inputs, settings)
         try:
-            program = Program(gm, example_inputs, settings, self._varying)
+            program = StepProgram(gm, example_inputs, settings, self._varying)
             traced = one_graph.trace(program)
         except (CannotRewrite, *ON_VALUES) as error:
             if not isinstance(error, ON_VALUES) and not isinstance(error.__cause__, ON_VALUES):

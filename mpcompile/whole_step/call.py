@@ -12,11 +12,11 @@ from typing import Any
 import torch
 
 from ..optim.inputs import Setting
-from ..runtime.stays_finite import StepWatch
+from ..runtime.stays_finite import StepFiniteCheck
 from ..scaling import parameters
 from ..torch_inside.tensors import hooks_on
 from .one_graph import Traced
-from .program import Program
+from .program import StepProgram
 from .update import Update
 
 
@@ -47,7 +47,7 @@ class Call:
 
     def __init__(
         self,
-        program: Program,
+        program: StepProgram,
         traced: Traced,
         run: Callable[[list[Any]], Sequence[Any]],
         trained: Sequence[tuple[int, torch.Tensor]],
@@ -62,7 +62,7 @@ class Call:
         scales = dict.fromkeys(f.scale for f in program.forwards if f.scale is not None)
         self._scales = [(scale, len(scale.repairs.events)) for scale in scales]
         # A loss scale speaks itself.
-        self._watch = None if scales else StepWatch("training step", [p for _, p in trained])
+        self._watch = None if scales else StepFiniteCheck("training step", [p for _, p in trained])
 
     def __call__(self, *given: Any) -> list[Any]:
         """Do the step, and return what Dynamo's graph returns.

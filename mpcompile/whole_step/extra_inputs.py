@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 
-class Held:
+class ExtraInputs:
     """Tensors that live between the steps: optimizer state, working copies, loss scales, settings.
 
     Attributes:

@@ -32,12 +32,12 @@ from ..scaling import copies, guard
 from ..scaling.loss_scale import LossScale
 from ..settings import Settings
 from ..torch_inside.graphs import set_source, set_sources, source_of, sources_of
-from .extra_inputs import Held
-from .parts import Part
+from .extra_inputs import ExtraInputs
+from .parts import StepPart
 
 
 @dataclass
-class Read:
+class CopyInput:
     """A working copy that a forward reads.
 
     Attributes:
@@ -70,14 +70,14 @@ class Forward:
     graph: fx.GraphModule
     layout: GraphInputs
     plan: GraphPlan
-    reads: list[Read] = field(default_factory=list)
+    reads: list[CopyInput] = field(default_factory=list)
     scale: LossScale | None = None
     scale_at: int = -1
     leaf_at: int = -1
     recurrent: int = 0
     joint: JointPasses = NO_PASSES
 
-    def run(self, given: Sequence[Any], held: Sequence[torch.Tensor]) -> Ran:
+    def run(self, given: Sequence[Any], held: Sequence[torch.Tensor]) -> TracedForward:
         """Run it under a tracer; `held`: the held tensors."""
         leaves = [
             held[read.at].detach().requires_grad_(read.master.requires_grad) for read in self.reads
@@ -90,11 +90,11 @@ class Forward:
         results = run_by(self.graph).run(*self.layout.assembled(given, leaves, scaling))
         if self.scale is not None:
             check_constants(results, constants_of(self.graph))
-        return Ran(self, leaves, used, counter, results)
+        return TracedForward(self, leaves, used, counter, results)
 
 
 @dataclass
-class Ran:
+class TracedForward:
     """A forward that has run under a tracer.
 
     Attributes:
@@ -111,7 +111,11 @@ class Ran:
 
 
 def rewritten(
-    part: Part, gm: fx.GraphModule, examples: Sequence[Any], settings: Settings, held: Held
+    part: StepPart,
+    gm: fx.GraphModule,
+    examples: Sequence[Any],
+    settings: Settings,
+    held: ExtraInputs,
 ) -> Forward:
     """Rewrite a forward.
 
@@ -155,19 +159,19 @@ def _check(captured: fx.GraphModule) -> None:
         raise CannotRewrite("a recurrent layer that would be unrolled over time")
 
 
-def _reads(known: Training, planned: Planned, held: Held) -> list[Read]:
+def _reads(known: Training, planned: Planned, held: ExtraInputs) -> list[CopyInput]:
     reader = known.reader_for(planned)
     if not isinstance(reader, copies.Reader):  # no copies are kept of what trains
         return []
     pairs = list(known.copies_for(planned))
     lows = reader.stored_low([master for master, _ in pairs])
     return [
-        Read(master, copy, held.add(copy.stored), low)
+        CopyInput(master, copy, held.add(copy.stored), low)
         for (master, copy), low in zip(pairs, lows, strict=True)
     ]
 
 
-def _outlined(part: Part, gm: fx.GraphModule) -> fx.GraphModule:
+def _outlined(part: StepPart, gm: fx.GraphModule) -> fx.GraphModule:
     """The nodes of a part as a graph of their own, in Dynamo's form."""
     graph = fx.Graph()
     new: dict[fx.Node, fx.Node] = {}

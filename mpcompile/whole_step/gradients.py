@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from ..scaling.loss_scale import LossScale
-from .forward import Ran, Read
+from .forward import CopyInput, TracedForward
 from .parts import BACKWARD, STEP
 
 
@@ -87,7 +87,7 @@ def go_backward(
     masters: Sequence[Any],
     read: set[int],
     direct: set[int],
-    ran: Sequence[Ran],
+    ran: Sequence[TracedForward],
     **options: Any,
 ) -> Backward:
     """The gradients of `losses` with respect to `inputs`, under a tracer.
@@ -139,7 +139,7 @@ def go_backward(
     return Backward(arrived, found)
 
 
-def _unscaled(ran: Ran, read: Read, grad: torch.Tensor) -> torch.Tensor:
+def _unscaled(ran: TracedForward, read: CopyInput, grad: torch.Tensor) -> torch.Tensor:
     """The gradient of a working copy in FP32. An overflow in it stays one."""
     true = read.copy.real_part(grad, read.master).to(read.master.dtype)
     return true if ran.used is None else true * ran.used.reciprocal()

@@ -31,7 +31,7 @@ from ..settings import Settings
 from ..torch_inside.names import TracingContext, autocast_off
 from ..verify.verdicts import Verify
 from .phases import by_phase, phases_of
-from .program import Program
+from .program import StepProgram
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Traced:
     phases: Mapping[fx.Node, int]
 
 
-def trace(program: Program) -> Traced:
+def trace(program: StepProgram) -> Traced:
     """Trace a program to one graph."""
     given = len(program.given)
     results: list[int | tuple[Any]] = []
@@ -96,7 +96,7 @@ def trace(program: Program) -> Traced:
     return Traced(graph, tuple(results), count, tuple(unseen), phases)
 
 
-def _check(program: Program, graph: fx.Graph) -> None:
+def _check(program: StepProgram, graph: fx.Graph) -> None:
     """Refuse recurrent layers that oneDNN has no kernel for: there is a node for each time step.
 
     Refuse writes to memory that two inputs share as well. AOTAutograd compiles for one input that
@@ -119,7 +119,7 @@ def _in_several(nodes: Sequence[fx.Node]) -> set[int]:
 
 
 def compiled(
-    program: Program,
+    program: StepProgram,
     traced: Traced,
     stays: Sequence[bool],
     settings: Settings,

@@ -30,7 +30,7 @@ STEP = torch.ops.mpcompile.take_step.default
 
 
 @dataclass(frozen=True)
-class Part:
+class StepPart:
     """Nodes that are handled together.
 
     Attributes:
@@ -60,7 +60,7 @@ def backwards_of(graph: fx.Graph) -> list[fx.Node]:
     return [node for node in calls if node not in inner]
 
 
-def cut(graph: fx.Graph) -> list[Part]:
+def cut(graph: fx.Graph) -> list[StepPart]:
     """The parts of a training step, in order.
 
     Raises:
@@ -76,7 +76,7 @@ def cut(graph: fx.Graph) -> list[Part]:
     if not losses.isdisjoint(behind) or any(n.kwargs.get("create_graph") for n in backwards):
         raise CannotRewrite("a loss is computed from gradients")
     before = ir.all_before(losses)
-    found: list[Part] = []
+    found: list[StepPart] = []
     grad, run = True, list[fx.Node]()
     for node in graph.nodes:
         if node.op in ("placeholder", "get_attr"):
@@ -93,11 +93,11 @@ def cut(graph: fx.Graph) -> list[Part]:
     return found
 
 
-def last_steps(parts: Sequence[Part], written: Collection[fx.Node]) -> set[Part]:
+def last_steps(parts: Sequence[StepPart], written: Collection[fx.Node]) -> set[StepPart]:
     """The steps behind which nothing happens that depends on them: no forward, no backward, no
     operator that reads or writes one of the inputs `written`.
     """
-    found: set[Part] = set()
+    found: set[StepPart] = set()
     for part in reversed(parts):
         if part.kind == "step":
             found.add(part)
@@ -106,7 +106,7 @@ def last_steps(parts: Sequence[Part], written: Collection[fx.Node]) -> set[Part]
     return found
 
 
-def _parts_of_run(run: list[fx.Node], before: set[fx.Node], grad: bool) -> list[Part]:
+def _parts_of_run(run: list[fx.Node], before: set[fx.Node], grad: bool) -> list[StepPart]:
     """A run of nodes that depend on no gradient: a forward, and plain nodes around it.
 
     The forward begins and ends in the same grad mode, in the same autocast region, and outside of
@@ -139,16 +139,16 @@ def _parts_of_run(run: list[fx.Node], before: set[fx.Node], grad: bool) -> list[
     ]
 
 
-def _plain(nodes: list[fx.Node], grad: bool) -> list[Part]:
+def _plain(nodes: list[fx.Node], grad: bool) -> list[StepPart]:
     return [_part("plain", [n], _mode_after(nodes[:i], grad)) for i, n in enumerate(nodes)]
 
 
-def _part(kind: Kind, nodes: list[fx.Node], grad: bool) -> Part:
+def _part(kind: Kind, nodes: list[fx.Node], grad: bool) -> StepPart:
     own = set(nodes)
     inputs = dict.fromkeys(i for n in nodes for i in n.all_input_nodes if i not in own)
     outputs = [n for n in nodes if any(user not in own for user in n.users)]
     read = tuple(n for n in inputs if n.op != "get_attr")
-    return Part(kind, tuple(nodes), read, tuple(outputs), grad)
+    return StepPart(kind, tuple(nodes), read, tuple(outputs), grad)
 
 
 def _enters_autocast(node: fx.Node) -> int:

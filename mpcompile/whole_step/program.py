@@ -1,8 +1,8 @@
 """A training step as a program of parts: forwards rewritten, backwards, steps, and plain nodes.
 
-`Program` runs twice. Once on FakeTensors while it is made, because each part must know what it gets
-from those before it: sizes, strides, which gradients there are. And once under a tracer, which
-derives the backward from the rewritten forwards and gives one graph of ATen operators.
+A `StepProgram` runs twice. Once on FakeTensors while it is made, because each part must know what
+it gets from those before it: sizes, strides, which gradients there are. And once under a tracer,
+which derives the backward from the rewritten forwards and gives one graph of ATen operators.
 
     loss = forward(x, params)                 the rewritten graph, with working copies and the scale
     grad(loss, [p])                           grad(loss, [p, copy of p, overflow leaf])
@@ -31,8 +31,8 @@ from ..settings import Settings
 from ..torch_inside.graphs import schema
 from ..torch_inside.names import TorchDispatchMode, TracingContext, autocast_off
 from ..torch_inside.tensors import storage_of
-from .extra_inputs import Held
-from .forward import Forward, Ran, rewritten
+from .extra_inputs import ExtraInputs
+from .forward import Forward, TracedForward, rewritten
 from .gradients import (
     Backward,
     go_backward,
@@ -41,7 +41,7 @@ from .gradients import (
     read_by_steps_alone,
     straighten,
 )
-from .parts import Part, cut, last_steps, listed
+from .parts import StepPart, cut, last_steps, listed
 from .tracing import optimizer_of
 from .update import Update, emit_behind
 
@@ -54,13 +54,13 @@ class _Running:
 
     env: dict[fx.Node, Any]
     held: Sequence[torch.Tensor]
-    forwards: list[Ran] = field(default_factory=list)
+    forwards: list[TracedForward] = field(default_factory=list)
     backwards: dict[fx.Node, Backward] = field(default_factory=dict)
     behind: list[torch.Tensor] = field(default_factory=list)  # what steps behind the graph take
     looked_at: set[fx.Node] = field(default_factory=set)  # the backwards that a step has checked
 
 
-class Program:
+class StepProgram:
     """The parts of a training step, ready to be traced.
 
     Args:
@@ -93,10 +93,10 @@ class Program:
         self._real = dict(zip(self._placeholders, examples, strict=True))
         self._plain = fx.Interpreter(gm)
         self.given = [fake_twin(value, context) for value in examples]
-        self.held = Held()
+        self.held = ExtraInputs()
         self.made: list[Forward | Update] = []
         self.joint: JointPasses = NO_PASSES
-        self._parts: list[tuple[Part, Forward | Update | None]] = []
+        self._parts: list[tuple[StepPart, Forward | Update | None]] = []
         self.written: set[int] = set()
         running = self._start(self.given, ())
         all_parts = cut(gm.graph)
@@ -128,7 +128,7 @@ class Program:
         """
         return sum(part.kind == "backward" for part, _ in self._parts) == 1
 
-    def _make(self, part: Part, running: _Running) -> Forward | Update | None:
+    def _make(self, part: StepPart, running: _Running) -> Forward | Update | None:
         """What a part runs, where that is not Dynamo's own nodes."""
         if part.kind == "forward":
             examples = [self._real.get(n, running.env[n]) for n in part.inputs]
@@ -155,7 +155,7 @@ class Program:
         if any(read.master is x for read in forward.reads for x in written):
             raise CannotRewrite("a parameter is written between a step and a forward")
 
-    def _written(self, all_parts: Sequence[Part]) -> set[fx.Node]:
+    def _written(self, all_parts: Sequence[StepPart]) -> set[fx.Node]:
         """Dynamo's inputs that share memory with what some step writes."""
         memory: set[int] = set()
         for part in all_parts:
@@ -220,7 +220,7 @@ class Program:
             running.env[node] = self._plain.get_attr(node.target, (), {})
         return running
 
-    def _run_part(self, part: Part, made: Forward | Update | None, running: _Running) -> None:
+    def _run_part(self, part: StepPart, made: Forward | Update | None, running: _Running) -> None:
         node, env = part.nodes[0], running.env
         if part.kind == "plain":
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), env.__getitem__)

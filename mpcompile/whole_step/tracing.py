@@ -115,7 +115,7 @@ def _go_backward(theirs: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _accept_outputs(theirs: Any, output: Any, rv: Any, tx: Any) -> None:
     """Dynamo's checks of results that need a gradient, which a backward has used up. `return loss`
-    is what most people write; `Program` returns such results detached, and refuses all others.
+    is what most people write; `StepProgram` returns such results detached, and refuses all others.
     """
 
 

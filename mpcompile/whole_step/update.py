@@ -44,7 +44,7 @@ from ..scaling.overflows import Count
 from ..settings import Settings
 from ..torch_inside.names import autocast_off
 from ..torch_inside.optimizers import note_step
-from .extra_inputs import Held
+from .extra_inputs import ExtraInputs
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class Update:
         params: Sequence[torch.Tensor],
         arrived: Sequence[torch.Tensor],
         varying: frozenset[Setting],
-        held: Held,
+        held: ExtraInputs,
         behind: Emit | None = None,
     ) -> None:
         self.optimizer = optimizer
@@ -160,7 +160,7 @@ class Update:
         except ParametersMix:
             return traced(together=True), replace(behind, how="eager")
 
-    def _hold(self, held: Held) -> None:
+    def _hold(self, held: ExtraInputs) -> None:
         """Hold what the step reads and writes besides parameters and gradients."""
         fresh = self._step.fresh()
         self._at = {slot: held.add_fresh(tensor) for slot, tensor in fresh.items()}

@@ -31,7 +31,7 @@ from torch import fx
 
 from mpcompile import ir, rules
 from mpcompile.ir.shapes import Alignment, Lanes, Padding, Path, Product, Size
-from mpcompile.padding.lanes import Held, Kept, kept
+from mpcompile.padding.lanes import DimLanes, Kept, kept
 from mpcompile.padding.products import product
 from mpcompile.rules.policy import Config, Precision
 
@@ -48,7 +48,7 @@ class _Aligner:
     def __init__(self, graph: fx.Graph, config: Config) -> None:
         self.graph = graph
         self.config = config
-        self.lanes: dict[fx.Node, Held] = {}  # the lanes that each value may have
+        self.lanes: dict[fx.Node, DimLanes] = {}  # the lanes that each value may have
         self.keeps: dict[fx.Node, dict[int, Kept]] = {}
         self.wanted: dict[fx.Node, set[int]] = {}
 
@@ -251,7 +251,7 @@ def _cheapest(product: Product, name: str, multiple: int) -> tuple[str, Size]:
     return label, new
 
 
-def _result_lanes(decided: Alignment) -> Held:
+def _result_lanes(decided: Alignment) -> DimLanes:
     """The lanes of a product's result."""
     product = decided.product
     if product.result is None:

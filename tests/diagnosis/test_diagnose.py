@@ -12,7 +12,7 @@ from torch import fx, nn
 
 from mpcompile import LossScale, MPOptimizer, diagnose, mpcompile
 from mpcompile.errors import CannotRewrite
-from mpcompile.observe.fault import Kind
+from mpcompile.observe.fault import FaultKind
 from mpcompile.plans import pipeline
 
 FP16: dict[str, Any] = {"dtype": "float16"}
@@ -242,7 +242,7 @@ class Slopes(nn.Module):
 def test_the_steep_gradient_is_named_for_which_the_others_are_lost() -> None:
     report = diagnose(Slopes(), torch.randn(8, 16), **FP16)
     found = report.first
-    assert (found.kind, found.node.op, found.node.name) == (Kind.UNDERFLOW, "aten::mul", "mul")
+    assert (found.kind, found.node.op, found.node.name) == (FaultKind.UNDERFLOW, "aten::mul", "mul")
     assert report.pins == ("linear",), "the steep one"
     assert "of linear_1" in found.reason
 
@@ -250,7 +250,7 @@ def test_the_steep_gradient_is_named_for_which_the_others_are_lost() -> None:
 def test_a_constant_scale_that_is_too_high() -> None:
     """The dynamic one would go down to where everything fits."""
     report = diagnose(Slopes(), torch.randn(8, 16), loss_scale=2.0**16, **FP16)
-    assert (report.first.kind, report.first.node.name) == (Kind.BACKWARD, "mul")
+    assert (report.first.kind, report.first.node.name) == (FaultKind.BACKWARD, "mul")
     assert "at a loss scale of 65536" in report.first.reason
 
 
@@ -338,7 +338,7 @@ def test_a_row_that_is_masked_out_completely(fused: bool) -> None:
     empty = torch.zeros(2, 6, dtype=torch.bool)
     empty[0] = True
     report = diagnose(Masked(fused), torch.randn(2, 6, 16), empty, **FP16)
-    assert [fault.kind for fault in report.faults] == ([] if fused else [Kind.OWN])
+    assert [fault.kind for fault in report.faults] == ([] if fused else [FaultKind.OWN])
     for fault in report.faults:
         assert (fault.node.op, fault.node.module) == ("aten::softmax", "attention")
         assert "a row is masked out completely" in fault.reason

@@ -8,9 +8,9 @@ from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
-from mpcompile.diagnosis.sides import Run, Side, Sides, run_low
+from mpcompile.diagnosis.sides import Run, RunKind, Sides, run_low
 from mpcompile.observe.record import EXPONENTS, Numbers, Record, Shares, histogram
-from mpcompile.observe.watch import Watch, gradient_units
+from mpcompile.observe.watch import Observer, gradient_units
 from mpcompile.scaling.skipped_steps import Repairs
 from mpcompile.settings import Settings
 
@@ -117,7 +117,7 @@ def records(run: Run) -> Record:
 def test_the_exact_side_is_the_program_in_fp64() -> None:
     sides = sides_of(Net())
     sides.loss = torch.sum  # whose gradient is exact in FP32, too
-    exact = sides.run(Side.EXACT)
+    exact = sides.run(RunKind.EXACT)
     wide = Net().double()
     h = wide.first(sides.call[0][0].double())
     h.retain_grad()
@@ -140,11 +140,11 @@ def test_the_exact_side_is_the_program_in_fp64() -> None:
 def test_errors_are_relative_to_the_norm() -> None:
     """Of FP32: 2**-24 for each element, a little more after a matrix product."""
     sides = sides_of(Net())
-    exact = sides.run(Side.EXACT)
-    full = records(sides.run(Side.FULL, exact))
+    exact = sides.run(RunKind.EXACT)
+    full = records(sides.run(RunKind.FULL, exact))
     assert {"linear", "exp", "linear_1", "cumsum", "add"} <= full.errors.keys()
     assert all(error < 1e-6 for error in full.errors.values())
-    low, _ = run_low(sides, sides.run(Side.FULL, exact), exact, None)
+    low, _ = run_low(sides, sides.run(RunKind.FULL, exact), exact, None)
     assert 2**-14 < records(low).errors["linear"] < 2**-9, "an FP16 rounding is up to 2**-11"
 
 
@@ -153,8 +153,8 @@ def test_a_part_of_a_gradient_is_not_compared_with_the_whole() -> None:
     far from the sum of both.
     """
     sides = sides_of(Net())
-    exact = sides.run(Side.EXACT)
-    low, _ = run_low(sides, sides.run(Side.FULL, exact), exact, None)
+    exact = sides.run(RunKind.EXACT)
+    low, _ = run_low(sides, sides.run(RunKind.FULL, exact), exact, None)
     record = records(low)
     assert "exp_f16" in record.gradients
     assert "exp_f16" not in record.gradient_errors
@@ -169,7 +169,7 @@ def test_units_say_which_gradients_are_scaled(level: str) -> None:
     found = []
     for scale in (1.0, 1024.0):
         sides.scale = scale
-        found.append(sides.run(Side.LOW))
+        found.append(sides.run(RunKind.LOW))
     ((graph, _),) = found[0].calls
     units = {n.name: scaled for n, scaled in gradient_units(graph.rewritten.graph).items()}
     small, large = (records(run).gradients for run in found)
@@ -194,7 +194,7 @@ def test_a_watched_graph_gives_what_the_graph_gives() -> None:
     wanted = program(w, x)
     (gradient,) = torch.autograd.grad(wanted.sum(), w)
     record = Record()
-    (found,) = pytree.tree_leaves(Watch(gm, record).run(w, x))
+    (found,) = pytree.tree_leaves(Observer(gm, record).run(w, x))
     assert torch.equal(found, wanted)
     found.sum().backward(retain_graph=True)
     assert torch.equal(w.grad, gradient)
@@ -206,5 +206,5 @@ def test_a_watched_graph_gives_what_the_graph_gives() -> None:
     found.sum().backward()
     assert record.gradients["exp"].count == 2 * once.count, "of both backward passes"
     with torch.no_grad():
-        (found,) = pytree.tree_leaves(Watch(gm, Record()).run(w, x))
+        (found,) = pytree.tree_leaves(Observer(gm, Record()).run(w, x))
     assert not found.requires_grad

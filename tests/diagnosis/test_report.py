@@ -15,7 +15,7 @@ from torch import nn
 
 import mpcompile
 from mpcompile import MPCompileError, diagnose
-from mpcompile.diagnosis.report import Update, render
+from mpcompile.diagnosis.report import UpdateErrors, render
 from mpcompile.observe.record import EXPONENTS, Shares
 from mpcompile.plans.graph_plan import GraphPlan
 
@@ -109,7 +109,7 @@ def test_worst_come_first_and_are_few() -> None:
     shown = re.findall(r"^ +\d\S+ +- +(n\d+) ", str(report(nodes=nodes)), re.M)
     assert shown == ["n1", "n0", "n31", "n30", "n29", "n28", "n27", "n26"]
     assert "n2 " not in str(report(nodes=(nodes[2],)))  # not off at all
-    stalled = tuple(Update(f"p{i}", 1e-4, i / 100) for i in range(50))
+    stalled = tuple(UpdateErrors(f"p{i}", 1e-4, i / 100) for i in range(50))
     assert re.findall(r"p\d+", str(report(updates=stalled)))[:2] == ["p49", "p48"]
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from reports import histogram, report
 
-from mpcompile.diagnosis.histogram import RANGES, Bar, Chart, chart_of
+from mpcompile.diagnosis.histogram import RANGES, Bar, HistogramChart, chart_of
 from mpcompile.diagnosis.report import render
 from mpcompile.observe.record import EXPONENTS
 
@@ -62,7 +62,7 @@ def test_a_scale_of_one_is_none() -> None:
     assert len(chart_of(histogram(COUNTS), ZEROS, 1.0).panels) == 1
 
 
-def height(chart: Chart, percent: float) -> float:
+def height(chart: HistogramChart, percent: float) -> float:
     """Of the vertical axis: 0 at the bottom, 1 at 100 percent."""
     return (chart.bottom - chart.y(percent)) / (chart.bottom - chart.top)
 

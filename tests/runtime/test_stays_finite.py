@@ -293,7 +293,7 @@ def test_nothing_is_kept_alive() -> None:
 def test_looks_that_cost_much_get_rare(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps that take no time at all are looked at when their number doubles."""
     monkeypatch.setattr(stays_finite, "PAUSE", 1e9)
-    watch, looked = stays_finite.StepWatch("step", ()), []
+    watch, looked = stays_finite.StepFiniteCheck("step", ()), []
     for number in range(1, 260):
         if watch.comes():
             looked.append(number)
@@ -314,8 +314,8 @@ def test_nothing_waits_for_what_has_not_arrived(monkeypatch: pytest.MonkeyPatch)
             self.asked += 1
             return tuple(v.item() for v in self.values) if self.asked == 3 else None
 
-    monkeypatch.setattr(stays_finite.Looks, "at", lambda self, *values: Slow(*values))
-    watch = stays_finite.StepWatch("training step", ())
+    monkeypatch.setattr(stays_finite.HostBuffers, "at", lambda self, *values: Slow(*values))
+    watch = stays_finite.StepFiniteCheck("training step", ())
 
     def step(number: int) -> None:
         if watch.comes():

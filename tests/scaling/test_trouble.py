@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from mpcompile import MPCompileWarning, MPOptimizer, loss_scale_of, mpcompile
 from mpcompile.ir.scale import ScaleRule, ScaleState
 from mpcompile.scaling.live_scale import LiveScale
-from mpcompile.scaling.messages import Said
+from mpcompile.scaling.messages import Messages
 from mpcompile.scaling.scale_search import after_backward
 from mpcompile.scaling.skipped_steps import SKIPS, SkippedInARow
 
@@ -23,7 +23,7 @@ class Steps:
 
     def __init__(self, *, repairs: bool = False) -> None:
         self.live = LiveScale(ScaleState(2.0**16), ScaleRule())
-        self.trouble = SkippedInARow(self.live, Said())
+        self.trouble = SkippedInARow(self.live, Messages())
         self.repaired: list[int] = []  # the numbers of the steps that were repaired
         self.taken = 0
         self.trouble.repair = self._repair if repairs else None
@@ -79,7 +79,7 @@ def test_a_noted_step_that_is_good_is_not_repaired() -> None:
 def test_steps_on_a_device_are_counted() -> None:
     """What others or a loaded run have skipped before is none of these."""
     live = LiveScale(ScaleState(2.0**10, skipped_steps=100), ScaleRule("static"))
-    trouble = SkippedInARow(live, Said())
+    trouble = SkippedInARow(live, Messages())
     state = live.reside(torch.device("cpu"))
     counts = []
     for letter in "...xx.xxx":

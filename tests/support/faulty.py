@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from mpcompile.observe.fault import Kind
+from mpcompile.observe.fault import FaultKind
 
 WIDTH = 16
 
@@ -242,7 +242,7 @@ class Planted:
     """
 
     make: Callable[[], nn.Module]
-    kind: Kind
+    kind: FaultKind
     at: str
     module: str = ""
     via: str = ""
@@ -268,19 +268,19 @@ def line_of(marker: str) -> str:
 
 PLANTED = {
     "linear": Planted(
-        lambda: Blocks(3e5), Kind.OVERFLOW, "second linear", "blocks.3.fc2",
+        lambda: Blocks(3e5), FaultKind.OVERFLOW, "second linear", "blocks.3.fc2",
     ),
     "weight": Planted(
-        lambda: Blocks(1e6), Kind.OVERFLOW, "second linear", "blocks.3.fc2",
+        lambda: Blocks(1e6), FaultKind.OVERFLOW, "second linear", "blocks.3.fc2",
     ),
-    "square": Planted(Square, Kind.OVERFLOW, "square"),
-    "product": Planted(Product, Kind.OVERFLOW, "product"),
-    "log": Planted(Probability, Kind.OVERFLOW, "log"),
-    "softmax": Planted(MaskedRow, Kind.OWN, "softmax", cured=False),
-    "slope": Planted(Steep, Kind.BACKWARD, "slope"),
-    "faint": Planted(Faint, Kind.UNDERFLOW, "faint"),
-    "norm": Planted(LargeMean, Kind.INACCURATE, "norm", "norm"),
-    "twice": Planted(Twice, Kind.OVERFLOW, "power", "power", via="second call"),
-    "division": Planted(OwnBackward, Kind.OWN, "division", cured=False),
-    "loud": Planted(LoudBackward, Kind.BACKWARD, "loud"),
+    "square": Planted(Square, FaultKind.OVERFLOW, "square"),
+    "product": Planted(Product, FaultKind.OVERFLOW, "product"),
+    "log": Planted(Probability, FaultKind.OVERFLOW, "log"),
+    "softmax": Planted(MaskedRow, FaultKind.OWN, "softmax", cured=False),
+    "slope": Planted(Steep, FaultKind.BACKWARD, "slope"),
+    "faint": Planted(Faint, FaultKind.UNDERFLOW, "faint"),
+    "norm": Planted(LargeMean, FaultKind.INACCURATE, "norm", "norm"),
+    "twice": Planted(Twice, FaultKind.OVERFLOW, "power", "power", via="second call"),
+    "division": Planted(OwnBackward, FaultKind.OWN, "division", cured=False),
+    "loud": Planted(LoudBackward, FaultKind.BACKWARD, "loud"),
 }  # fmt: skip

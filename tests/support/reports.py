@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from mpcompile.diagnosis.report import NodeNumbers, Report, Update
-from mpcompile.observe.fault import Fault, Kind
+from mpcompile.diagnosis.report import NodeNumbers, Report, UpdateErrors
+from mpcompile.observe.fault import Fault, FaultKind
 from mpcompile.observe.record import EXPONENTS, Numbers, Shares
 from mpcompile.plans.graph_plan import GraphPlan, PlanNode
 
@@ -54,7 +54,7 @@ def faulty(text: str = "") -> Report:
     )  # fmt: skip
     other = node(f"exp{text}", module=f"blocks.2{text}", source=f"net.py:8{text}")
     fault = Fault(
-        Kind.OVERFLOW, line, f"its result doesn't fit float16{text}", 70000.0, (line.name,)
+        FaultKind.OVERFLOW, line, f"its result doesn't fit float16{text}", 70000.0, (line.name,)
     )
     return report(
         model=f"Net{text}",
@@ -72,7 +72,7 @@ def faulty(text: str = "") -> Report:
         ),
         histogram=histogram({-40: 10, -20: 20, 0: 30, 10: 10}),
         zeros=30,
-        updates=(Update(f"bias{text}", 0.5, 0.0), Update(f"weight{text}", 1e-5, 0.75)),
+        updates=(UpdateErrors(f"bias{text}", 0.5, 0.0), UpdateErrors(f"weight{text}", 1e-5, 0.75)),
         graphs=(GraphPlan("O1", "float16", "cpu", (other, line)),),
         notes=(f"one thing could not be found out{text}",),
     )  # fmt: skip

@@ -15,7 +15,7 @@ from benchmarks.harness.peak import peak_bytes
 from benchmarks.models import Tagger
 from mpcompile import MPOptimizer, train_step
 from mpcompile.whole_step import one_graph
-from mpcompile.whole_step.extra_inputs import Held
+from mpcompile.whole_step.extra_inputs import ExtraInputs
 
 Step = Callable[..., Any]
 O2 = Setting("O2", torch.float16, True, "inductor")
@@ -138,6 +138,6 @@ def test_micro_batches_need_memory_for_one_of_them(graphs: list[int]) -> None:
 
 def test_what_a_step_replaces_is_told_from_what_stays() -> None:
     """A graph that CUDA records would read what was replaced."""
-    held, stays, replaced = Held(), torch.zeros(1), torch.zeros(1)
+    held, stays, replaced = ExtraInputs(), torch.zeros(1), torch.zeros(1)
     assert [held.add(stays), held.add_fresh(replaced), held.add(stays)] == [0, 1, 0]
     assert held.fresh == {1}

@@ -37,7 +37,7 @@ class Tile:
 
 
 @dataclass(frozen=True)
-class Part:
+class BarSegment:
     """One part of a bar: `precision` gives its colour; `amount` is its length, `shown` as text."""
 
     label: str
@@ -52,7 +52,7 @@ class Chart:
 
     title: str
     total: str
-    bars: dict[str, list[Part]]
+    bars: dict[str, list[BarSegment]]
     note: str = ""
 
 
@@ -155,7 +155,7 @@ def charts_of(plan: PlanData) -> Iterator[Chart]:
         "FULL": "FULL, FP32",
         "KEEP": "KEEP, as captured",
     }
-    operators = [Part(words[p], p, nodes[p], str(nodes[p])) for p in words if nodes[p]]
+    operators = [BarSegment(words[p], p, nodes[p], str(nodes[p])) for p in words if nodes[p]]
     yield Chart("Operators by precision", str(nodes.total()), {"": operators})
     report = plan.tensor_cores
     if report.flops and has_units(plan.device, plan.gpu):
@@ -165,7 +165,9 @@ def charts_of(plan: PlanData) -> Iterator[Chart]:
         bars = {name: _eligible(share) for name, share in shares.items()}
         yield Chart("FLOPs of matrix products", scaled(report.flops, "FLOP"), bars)
     if saved := sorted(bytes_by_dtype(plan).items(), key=lambda pair: -pair[1]):
-        parts = [Part(name, _precision(name), size, scaled(size, "B")) for name, size in saved]
+        parts = [
+            BarSegment(name, _precision(name), size, scaled(size, "B")) for name, size in saved
+        ]
         copied = sum(one.bytes for one in plan.saved if one.copied)
         note = f"{scaled(copied, 'B')} of it copies of weights and inputs" if copied else ""
         yield Chart("Saved for the backward", scaled(plan.saved_bytes, "B"), {"": parts}, note)
@@ -175,10 +177,10 @@ def _low_dtypes(graphs: Sequence[GraphData]) -> list[str]:
     return list(dict.fromkeys(low for graph in graphs for low in graph.low_dtypes))
 
 
-def _eligible(share: float) -> list[Part]:
+def _eligible(share: float) -> list[BarSegment]:
     parts = [
-        Part("eligible for Tensor Cores", "LOW", share, f"{share:.1%}"),
-        Part("not eligible", "FULL", 1 - share, f"{1 - share:.1%}"),
+        BarSegment("eligible for Tensor Cores", "LOW", share, f"{share:.1%}"),
+        BarSegment("not eligible", "FULL", 1 - share, f"{1 - share:.1%}"),
     ]
     return [part for part in parts if part.amount]
 
