@@ -19,7 +19,7 @@ from benchmarks.harness.report import Report, Settings, Table, environment, para
 from benchmarks.harness.timing import Arm, far_behind, idle_wait, ratio, summarize, take_turns
 from mpcompile.profile import Profile, load
 from mpcompile.profile.calls import Point, build
-from mpcompile.profile.model import KINDS
+from mpcompile.profile.cost_model import KINDS
 
 
 def run(settings: Settings) -> Report:

@@ -39,7 +39,7 @@ from benchmarks.harness.ways import Way
 from benchmarks.models import Sample
 from benchmarks.step_times import AUTOCAST, FP32, O1, O2, OURS, Begun, Timed, ways
 from mpcompile import compiled_plans
-from mpcompile.demo.model import GPT, GPTConfig
+from mpcompile.demo.gpt import GPT, GPTConfig
 from mpcompile.demo.train import bytes_saved_for_backward
 
 

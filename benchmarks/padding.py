@@ -23,7 +23,7 @@ from benchmarks.harness.ways import Way
 from benchmarks.models import Detector, Recommender, Sample
 from benchmarks.step_times import Begun, Timed, Work
 from mpcompile import compiled_plans
-from mpcompile.demo.model import GPT, GPTConfig
+from mpcompile.demo.gpt import GPT, GPTConfig
 
 
 def run(settings: Settings) -> Report:

@@ -16,7 +16,7 @@ from torch._inductor.utils import fresh_cache
 from benchmarks.harness.report import Report, Settings, Table, environment, plain
 from benchmarks.harness.timing import idle_wait
 from mpcompile import compiled_plans, mpcompile
-from mpcompile.demo.model import GPT, GPTConfig
+from mpcompile.demo.gpt import GPT, GPTConfig
 
 LEVELS = ("O1", "O2")
 SHARE = 0.05

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from benchmarks.emucuda.device import this_gpu
 from benchmarks.harness.report import RESULTS, Report, Table, environment, paragraphs
 from mpcompile import MPOptimizer, mpcompile
-from mpcompile.demo.model import GPT, GPTConfig
+from mpcompile.demo.gpt import GPT, GPTConfig
 
 SIZES = GPTConfig(vocab=61, context=16, width=64, layers=2, heads=2)
 WARM, STEPS = 20, 20

@@ -18,7 +18,7 @@ from benchmarks.models import GPT2, BERTEncoder, Sample, ViT, resnet50
 from mpcompile import MPOptimizer, mpcompile
 from mpcompile.compiler import backend
 from mpcompile.compiler.plan_graph import Facts, Planned, plan_graph
-from mpcompile.demo.model import GPT, GPTConfig
+from mpcompile.demo.gpt import GPT, GPTConfig
 from mpcompile.demo.train import bytes_saved_for_backward
 from mpcompile.plans.partitioned import Saved, counter
 from mpcompile.scaling import copies

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.models import MLP, Discriminator, Generator, Sample, Tagger, resnet18
-from mpcompile.demo.model import GPT, GPTConfig
+from mpcompile.demo.gpt import GPT, GPTConfig
 
 DTYPES: Mapping[str, torch.dtype] = {"FP16": torch.float16, "BF16": torch.bfloat16}
 

@@ -14,9 +14,9 @@ from torch import fx
 from ..errors import CannotRewrite
 from ..scaling import foreign
 from ..torch_inside.names import FakeTensorMode, TracingContext
+from .autocast_region import region_around
 from .provenance import source
 from .rebound import check_reached
-from .regions import region_around
 
 
 @dataclass(frozen=True)

@@ -25,8 +25,8 @@ from ..devices.registry import capabilities, default_device, supported
 from ..errors import MPCompileError, in_one_line
 from ..ir.dtypes import HALF
 from ..profile import Profile, Sample, store
+from ..profile.cost_model import KINDS, flops
 from ..profile.measure import measure
-from ..profile.model import KINDS, flops
 from ..runtime.records import compiled_plans
 from ..torch_inside.private_names import GONE, Part, why_off
 from ..torch_inside.version import NEWEST, OLDEST, RANGE, check_torch_version, is_untested

@@ -18,7 +18,7 @@ from ..devices.cuda import AbsentGPU
 from ..devices.gpus import GPUS, gpu
 from ..diagnosis.diagnose import diagnose_call
 from ..diagnosis.report import Report
-from ..plans.plan import ENOUGH, Plan
+from ..plans.model_plan import ENOUGH, Plan
 from ..plans.plan_text import outside, verdict
 from ..preview.explain import plan_call
 from ..settings import OPTIONS

@@ -18,7 +18,7 @@ from ..capture.breaks import why_it_ends
 from ..capture.provenance import Names, nobody
 from ..errors import CannotRewrite, MPCompileError, MPCompileWarning, in_one_line
 from ..ir.dtypes import half_of
-from ..ir.updates import is_update
+from ..ir.parameter_updates import is_update
 from ..lower.tracing_settings import or_broken
 from ..planner.target import place_of
 from ..plans.compile_log import log_graph, trace_plan

@@ -4,8 +4,8 @@
 the demo itself is ``mpcompile.demo.run``.
 """
 
-from .model import GPT, GPTConfig, generate
-from .text import Corpus, corpus, held_out_batches, text_batches
+from .corpus import Corpus, corpus, held_out_batches, text_batches
+from .gpt import GPT, GPTConfig, generate
 
 __all__ = [
     "GPT",

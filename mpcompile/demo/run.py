@@ -25,8 +25,8 @@ from ..plans.graph_plan import GraphPlan
 from ..profile.store import load as load_profile
 from ..rules.policy import parse_dtype
 from ..runtime.records import compiled_plans, loss_scale_of
-from .model import GPT, GPTConfig, generate
-from .text import corpus, held_out_batches, text_batches
+from .corpus import corpus, held_out_batches, text_batches
+from .gpt import GPT, GPTConfig, generate
 from .train import Trainee, held_out_loss
 
 __all__ = ["DemoResult", "DemoSettings", "Outcome", "run"]

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..devices.capabilities import Capabilities
 from ..devices.registry import capabilities
-from .model import GPT
+from .gpt import GPT
 
 __all__ = ["Trainee", "bytes_saved_for_backward", "held_out_loss"]
 

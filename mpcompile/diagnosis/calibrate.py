@@ -26,7 +26,7 @@ from ..plans.pipeline import Planned
 from ..rules.policy import Policy
 from ..runtime.records import studied
 from ..settings import Options
-from .checks import check_loss_fn, check_trained
+from .check_arguments import check_loss_fn, check_trained
 from .diagnose import loss_of, sides_of
 from .sides import Run, RunKind
 

@@ -32,7 +32,13 @@ from ..runtime.records import pinned_in, recorded, studied
 from ..scaling import parameters
 from ..settings import OPTIONS, Settings
 from ..torch_inside.names import pytree
-from .checks import check_loss_fn, check_optimizer, check_steps, check_trained, not_finite_in
+from .check_arguments import (
+    check_loss_fn,
+    check_optimizer,
+    check_steps,
+    check_trained,
+    not_finite_in,
+)
 from .report import NodeNumbers, Report, UpdateErrors
 from .sides import Left, Loss, Run, RunKind, Sides, low_dtype_of, run_low
 

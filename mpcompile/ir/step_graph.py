@@ -13,7 +13,7 @@ from torch.fx.node import map_arg
 from ..torch_inside.graphs import rename
 from .edit import refresh
 from .marks import Role, added, set_mark
-from .step import Slot
+from .step_config import Slot
 from .values import aten, fake_mode, value
 
 

@@ -18,8 +18,8 @@ from ..scaling.loss_scale import LossScale
 from ..settings import OPTIONS
 from ..torch_inside.distributed import overlaps_backward
 from ..torch_inside.private_names import Part, refuse
-from .inputs import parameters_of
 from .masters import is_low
+from .members import parameters_of
 from .trace_context import raw_step
 
 _EXAMPLE = "MPOptimizer(torch.optim.AdamW(model.parameters()))"

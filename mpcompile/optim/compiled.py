@@ -23,7 +23,7 @@ from ..errors import CannotRewrite
 from ..ir import aten
 from ..ir.as_planned import AsPlanned
 from ..ir.fakes import like
-from ..ir.step import Slot
+from ..ir.step_config import Slot
 from ..lower.inference import Function, compile_inference, options_for_joins
 from ..lower.write_order import inductor_for
 from ..torch_inside.names import ConstantSource, FakeTensorMode, OpOverload

@@ -24,16 +24,16 @@ from torch.optim import Optimizer
 from .. import logs
 from ..devices.registry import capabilities
 from ..errors import CannotRewrite, MPCompileWarning
-from ..ir.step import StepConfig
+from ..ir.step_config import StepConfig
 from ..torch_inside.dynamo import compile_session
 from ..torch_inside.names import modes_off
 from . import fused
 from .compiled import Emit
 from .fingerprint import Fingerprint
 from .first_state import initialise_state
-from .inputs import Setting
 from .key import StepKey
 from .kinds import ParametersMix
+from .members import Setting
 from .reports import Results
 from .shadow import StateAppeared
 from .step import CompiledStep

@@ -28,7 +28,7 @@ from ..devices.registry import capabilities
 from ..ir import aten
 from ..ir.fakes import like
 from ..ir.scale import STATE_DTYPES, ScaleState, settled
-from ..ir.step import FACTOR, NORM, SKIPPED, RankGroups, Slot, StepConfig
+from ..ir.step_config import FACTOR, NORM, SKIPPED, RankGroups, Slot, StepConfig
 from ..plans.compile_log import Dump, trace_step
 from ..torch_inside.names import FakeTensorMode, norm_of_each
 from .compiled import Emit, Program

@@ -19,7 +19,7 @@ from ..errors import CannotRewrite
 from ..ir import aten
 from ..ranks.shards import Layout, layout_of
 from .compiled import is_pointwise
-from .inputs import Member
+from .members import Member
 
 # Make a tensor whose elements are all equal, so that a part of it is like the whole.
 _CONSTANT = (aten.full.default, aten.zeros.default, aten.ones.default, aten.empty.memory_format)

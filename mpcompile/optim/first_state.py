@@ -12,8 +12,8 @@ from torch.optim import Optimizer
 
 from ..ranks.shards import is_sharded
 from ..torch_inside.optimizers import init_group
-from .inputs import Member, parameters_of
 from .masters import in_fp32, make_masters
+from .members import Member, parameters_of
 
 
 def initialise_state(optimizer: Optimizer, members: Sequence[Member]) -> None:

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
-from .inputs import Member
 from .key import StepKey
+from .members import Member
 from .trace_context import raw_step
 
 __all__ = ["fits", "fused_step", "settings_of"]

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from ..ir.step import Slot
+from ..ir.step_config import Slot
 from .fingerprint import Fact
-from .inputs import Member, Setting, has_lr, setting_floats
+from .members import Member, Setting, has_lr, setting_floats
 from .trace import Trace
 
 _Groups = Sequence[Mapping[str, Any]]

@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..ir.step import Gradient
+from ..ir.step_config import Gradient
 from ..ranks.shards import Connected, layout_of, local
 from ..scaling import copies, parameters
 from ..scaling.copies import WorkingCopy
 from ..scaling.loss_scale import LossScale
-from .inputs import Member
+from .members import Member
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from torch import fx
 
 from .. import ir
 from ..errors import CannotRewrite
-from ..ir.step import Slot
+from ..ir.step_config import Slot
 
 __all__ = ["ParametersMix", "graph_of_one", "kinds_of"]
 

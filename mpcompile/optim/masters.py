@@ -22,7 +22,7 @@ import torch
 from torch.optim import Optimizer
 
 from ..ir.dtypes import HALF
-from ..ir.step import CopyLayout
+from ..ir.step_config import CopyLayout
 from ..ranks.shards import is_sharded, local
 
 MASTER = "master"

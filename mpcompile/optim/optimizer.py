@@ -24,8 +24,8 @@ from .compiled import Emit
 from .compiled_steps import CompiledSteps, LastKey, log_by_operator
 from .eager import eager_step, is_op_by_op
 from .first_state import initialise_state, move_scalar_state
-from .inputs import members_of, parameters_of
 from .key import StepKey
+from .members import members_of, parameters_of
 from .reports import Notices, Results, held_by
 from .rests_on import of_key
 from .saved import SavedScales, counters_on_host, load_checked, saved

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from ..ir.step import Slot
+from ..ir.step_config import Slot
 from ..scaling.copies import copies_of
 from ..scaling.loss_scale import LossScale
-from .inputs import parameters_of
 from .masters import MASTER, is_low
+from .members import parameters_of
 
 _DTYPES = {"skipped": torch.bool, "norm": torch.float32}
 

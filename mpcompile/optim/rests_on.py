@@ -22,7 +22,7 @@ from ..scaling import parameters
 from ..scaling.loss_scale import LossScale
 from .fingerprint import DTYPE_AND_LAYOUT, SHAPE, STRIDE, Alike, Fact, Fingerprint, same
 from .held_settings import HeldSettings
-from .inputs import Member, members_of, parameters_of
+from .members import Member, members_of, parameters_of
 from .shadow import own_values
 from .trace import Trace
 

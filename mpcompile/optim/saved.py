@@ -21,8 +21,8 @@ from ..plans.plan_text import shortened
 from ..ranks.zero import is_zero
 from ..scaling.loss_scale import LossScale
 from .first_state import gradients_stand_by, initialise_state
-from .inputs import Member, parameters_of
 from .masters import in_fp32
+from .members import Member, parameters_of
 
 _PARAMETERS = "parameters"
 

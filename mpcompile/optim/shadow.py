@@ -17,10 +17,10 @@ import torch
 from torch.optim import Optimizer
 
 from ..errors import CannotRewrite
-from ..ir.step import Slot
+from ..ir.step_config import Slot
 from ..torch_inside.optimizers import unhooked
-from .inputs import Member, Setting, is_list
 from .masters import entries_of
+from .members import Member, Setting, is_list
 from .trace_context import raw_step
 
 # Settings that are inputs of the graph, or that are chosen here.

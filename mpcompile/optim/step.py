@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from .. import ir
 from ..devices.registry import capabilities
-from ..ir.step import FACTOR, SKIPPED, Slot
+from ..ir.step_config import FACTOR, SKIPPED, Slot
 from ..ranks.shards import local
 from ..torch_inside.names import autocast_is_on, autocast_off, copy_all, set_grad_enabled
 from .compiled import Cut, Emit, Program, serves_vectors, without_numbers

@@ -35,9 +35,9 @@ from torch.optim import Optimizer
 from .. import ir
 from ..errors import CannotRewrite, in_one_line
 from ..ir import aten
-from ..ir.step import Slot
+from ..ir.step_config import Slot
 from ..torch_inside.names import DataDependentOutputException
-from .inputs import Inputs, Member, Setting
+from .members import Inputs, Member, Setting
 from .shadow import Shadow
 from .trace_context import tracing
 

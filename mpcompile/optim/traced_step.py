@@ -17,16 +17,16 @@ from typing import TypeVar
 import torch
 from torch.optim import Optimizer
 
-from ..ir.step import FACTOR, Slot, StepConfig
+from ..ir.step_config import FACTOR, Slot, StepConfig
 from ..ranks.shards import is_sharded, local
 from ..scaling import guard
 from ..scaling.copies import holders_beside
 from .fingerprint import Fact
 from .fused import settings_of
 from .held_settings import HeldSettings
-from .inputs import Setting
 from .key import StepKey
 from .masters import entries_of, is_low, updated_by
+from .members import Setting
 from .reports import Results
 from .rests_on import OfStep
 from .updates import UpdateGraph, Updates

@@ -18,15 +18,15 @@ from torch.optim import Optimizer
 from .. import ir
 from ..devices.registry import capabilities
 from ..ir.dtypes import HALF
-from ..ir.step import CopyLayout, RankGroups, Slot, StepConfig
+from ..ir.step_config import CopyLayout, RankGroups, Slot, StepConfig
 from ..ranks.shards import local
 from ..scaling.copies import WorkingCopy
-from . import pipeline
+from . import step_passes
 from .elementwise import check_state, refuse_mixing
-from .inputs import Member, Setting
 from .key import StepKey
 from .kinds import ParametersMix, graph_of_one, kinds_of
 from .masters import entries_of, layout_of_copy, updated_by
+from .members import Member, Setting
 from .rests_on import OfStep
 from .shadow import own_values
 from .trace import Trace, trace
@@ -133,7 +133,7 @@ class Updates:
             self._of[layout] = of_kind[like]
 
     def _rewritten(self, gm: fx.GraphModule, config: StepConfig, spent: float) -> fx.GraphModule:
-        pipeline.run(gm, config, traced_in=spent, dump=self._dump)
+        step_passes.run(gm, config, traced_in=spent, dump=self._dump)
         return gm
 
     def of(self, optimizer: Optimizer, key: StepKey) -> list[UpdateGraph] | None:

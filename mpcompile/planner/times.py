@@ -12,7 +12,7 @@ from ..devices.registry import capabilities
 from ..ir import aten
 from ..ir.shapes import Product
 from ..padding.products import product
-from ..profile.model import Profile
+from ..profile.cost_model import Profile
 from ..rules.policy import Config
 
 FULL = torch.float32

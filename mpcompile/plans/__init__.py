@@ -12,6 +12,6 @@ The report of a `diagnose` is shown by the same parts, page and JSON.
 """
 
 from .graph_plan import GraphPlan, PlanNode
-from .plan import Plan
+from .model_plan import Plan
 
 __all__ = ["GraphPlan", "Plan", "PlanNode"]

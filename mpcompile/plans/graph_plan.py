@@ -16,7 +16,7 @@ from .partitioned import BackwardNode
 from .plan_data import GraphData, Line, PlanNode
 from .plan_text import full_graph_parts, graph_parts
 from .stored import restored
-from .tensor_cores import tensor_core_report
+from .tensor_core_report import tensor_core_report
 from .why import Answer, answer
 
 __all__ = ["BackwardNode", "GraphPlan", "Line", "PlanNode", "lines_of", "plan_of", "plan_of_left"]

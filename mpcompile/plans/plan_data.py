@@ -1,5 +1,5 @@
 """The data of a plan: of one graph, every node, its precision and the reason; of a whole model, its
-graphs and what holds for all of them. `graph_plan.py` and `plan.py` show it.
+graphs and what holds for all of them. `graph_plan.py` and `model_plan.py` show it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ..devices.gpus import GPU
 from ..rules.table import TABLE
 from ..verify.verdicts import Verify
 from .partitioned import BackwardNode, Saved
-from .tensor_cores import TensorCoreReport
+from .tensor_core_report import TensorCoreReport
 
 _ADDED = {role.value for role in ir.ADDED}
 

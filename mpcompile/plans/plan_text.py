@@ -18,7 +18,7 @@ from ..devices.registry import capabilities
 from ..ir import SHORT
 from .grid import ADDED, STYLES, Grid, Part, scaled
 from .plan_data import GraphData, PlanData, PlanNode
-from .tensor_cores import TensorCoreOp
+from .tensor_core_report import TensorCoreOp
 
 _LISTED = 3  # reasons of the verdict
 HEADS = ("node", "op", "before -> after", "runs in", "rule", "module", "source", "reason")

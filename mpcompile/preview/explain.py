@@ -26,9 +26,9 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from .. import ir
 from .._version import __version__
 from ..api import matched_nothing
+from ..capture.autocast_region import noting_regions
 from ..capture.breaks import why_it_ends
 from ..capture.provenance import names_in
-from ..capture.regions import noting_regions
 from ..capture.surroundings import around_now
 from ..compiler.backend import planned_or_why, why_left
 from ..compiler.plan_graph import Facts, Planned
@@ -44,8 +44,8 @@ from ..lower.tracing_settings import settings_for, traced_with
 from ..planner.target import Target, device_of, place_of, target_of
 from ..planner.times import ATTENTION
 from ..plans.graph_plan import GraphPlan, plan_of_left
+from ..plans.model_plan import ModuleLine, OutsideLine, Plan
 from ..plans.partitioned import Partitioned
-from ..plans.plan import ModuleLine, OutsideLine, Plan
 from ..rules.policy import Level, Policy
 from ..runtime.check_module import check_call, check_module
 from ..runtime.compile_apart import compiled_apart, nothing_compiled

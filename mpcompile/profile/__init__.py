@@ -1,6 +1,6 @@
 """How fast a device is in each dtype: measured once, read by the planner."""
 
-from .model import Profile, Sample
+from .cost_model import Profile, Sample
 from .store import load
 
 __all__ = ["Profile", "Sample", "load"]

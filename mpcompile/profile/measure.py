@@ -26,7 +26,7 @@ from ..devices.registry import capabilities
 from ..errors import MPCompileError
 from . import calls
 from .calls import Point
-from .model import DTYPES, Profile, Sample, flops
+from .cost_model import DTYPES, Profile, Sample, flops
 from .store import empty_profile
 
 __all__ = ["measure"]

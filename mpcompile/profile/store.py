@@ -30,7 +30,7 @@ from .. import logs
 from ..devices.capabilities import Capabilities
 from ..devices.registry import capabilities, supported
 from ..errors import MPCompileError, MPCompileWarning, did_you_mean
-from .model import DTYPES, MEASURED, ORIGINS, Profile, Sample
+from .cost_model import DTYPES, MEASURED, ORIGINS, Profile, Sample
 
 __all__ = [
     "VARIABLE",

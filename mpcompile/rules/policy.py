@@ -17,7 +17,7 @@ import torch
 
 from ..devices.tensor_cores import TensorCores as TensorCores
 from ..errors import MPCompileError, did_you_mean
-from ..profile.model import Profile
+from ..profile.cost_model import Profile
 from . import policy_file
 from .formats import Format
 from .op_names import op_key

@@ -32,7 +32,7 @@ from ..devices.registry import is_supported
 from ..errors import MPCompileError, MPCompileWarning
 from ..planner.target import target_of
 from ..plans.graph_plan import GraphPlan
-from ..plans.plan import ENOUGH
+from ..plans.model_plan import ENOUGH
 from ..plans.plan_text import shortened
 from ..torch_inside.modules import compiled_call, plain_call, set_compiled_call
 from .outside_products import Outside

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from ..errors import MPCompileWarning
 from ..ir.dtypes import HALF
-from ..scaling import hooks, optimizers
+from ..scaling import hooks, optimizer_state
 
 # By `id`: half parameters that graphs with a backward were compiled with.
 _trained: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
@@ -37,7 +37,7 @@ def reached(inputs: Iterable[Any]) -> None:
 
 def _look(optimizer: Optimizer) -> None:
     """An optimizer is about to step."""
-    if not _trained or optimizer in _seen or optimizers.state_of(optimizer).skips_by_itself:
+    if not _trained or optimizer in _seen or optimizer_state.state_of(optimizer).skips_by_itself:
         return
     _seen.add(optimizer)
     if not type(optimizer).__module__.startswith("torch.optim."):

@@ -39,7 +39,7 @@ from ..devices.registry import capabilities
 from ..errors import MPCompileWarning
 from ..ranks import fsdp
 from ..ranks.shards import local
-from ..scaling import hooks, optimizers, parameters
+from ..scaling import hooks, optimizer_state, parameters
 from ..scaling.async_read import AsyncRead, HostBuffers
 from ..torch_inside.names import FakeTensor, is_functorch_wrapped_tensor
 from ..torch_inside.tensors import sparse_values
@@ -283,7 +283,7 @@ def _is_reached(param: torch.Tensor) -> bool:
 def _before_step(optimizer: Optimizer) -> None:
     if not _reached:
         return
-    state = optimizers.state_of(optimizer)
+    state = optimizer_state.state_of(optimizer)
     if (watch := state.watch) is None:
         watch = state.watch = _OptimizerWatch(optimizer)
     if watch.comes():
@@ -319,7 +319,7 @@ class _OptimizerWatch(FiniteCheck):
             self._turn += 1
             gradients = [gradients[self._turn % len(gradients)]]
         values = [_sum(gradients)]
-        if self._bad is None and optimizers.state_of(optimizer).skips_by_itself:
+        if self._bad is None and optimizer_state.state_of(optimizer).skips_by_itself:
             skipped = getattr(optimizer, "skipped", None)  # of an MPOptimizer, for the step before
             if skipped is not None and skipped.device == values[0].device:
                 values.append(skipped)
@@ -355,7 +355,7 @@ def _named(held: Sequence[torch.Tensor], optimizer: Optimizer) -> str:
     """Which gradients are not finite now, and what comes of it; waits for the device."""
     known = [p for p in held if p.grad is not None]
     wrong = [p for p in known if p.grad is not None and not bool(_sum([p.grad]).isfinite())]
-    skips = optimizers.state_of(optimizer).skips_by_itself
+    skips = optimizer_state.state_of(optimizer).skips_by_itself
     then = "each step is skipped" if skips else "the weights become NaN"
     if len(wrong) in (0, len(known)) and len(known) > 1:
         return f"the gradients of all parameters are not finite: {then}"

@@ -31,7 +31,7 @@ from ..ranks.agree import Ranks
 from ..ranks.shards import ranks_of
 from ..torch_inside.distributed import is_reducing
 from ..torch_inside.names import running_backward
-from . import copies, optimizers, parameters
+from . import copies, optimizer_state, parameters
 from .loss_scale import LossScale
 from .overflows import any_nonfinite
 
@@ -131,7 +131,7 @@ def beside(optimizer: Optimizer, scale: LossScale) -> tuple[Ranks, list[torch.Te
         return _NOBODY, []
     groups = optimizer.param_groups
     when = parameters.changes(), len(_ddp), [len(group["params"]) for group in groups]
-    known = optimizers.state_of(optimizer).beside
+    known = optimizer_state.state_of(optimizer).beside
     if scale not in known or known[scale][0] != when:
         held = [p for group in groups for p in group["params"]]
         ids = {id(p) for p in held}

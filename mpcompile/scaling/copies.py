@@ -30,7 +30,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from ..devices.registry import capabilities
-from ..ir.step import CopyLayout
+from ..ir.step_config import CopyLayout
 from ..torch_inside.names import keeps_graph, suggest_memory_format
 from ..torch_inside.tensors import holders, hooks_on, version
 from . import parameters

@@ -31,7 +31,7 @@ from ..devices import registry
 from ..errors import MPCompileError, MPCompileWarning
 from ..torch_inside.names import autocast_is_on
 from ..torch_inside.tensors import is_enabled
-from . import optimizers, parameters
+from . import optimizer_state, parameters
 
 _SCALERS_STEP = torch.amp.GradScaler.step.__code__
 
@@ -40,7 +40,7 @@ def look_for_scaler(optimizer: Optimizer) -> None:
     """Warn if a GradScaler is stepping this optimizer, whose gradients a loss scale of ours scales.
     Looks at the first step at which they are scaled.
     """
-    state = optimizers.state_of(optimizer)
+    state = optimizer_state.state_of(optimizer)
     if state.looked_for_scaler or not _is_scaled(optimizer):
         return
     state.looked_for_scaler = True

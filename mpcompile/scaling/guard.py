@@ -30,7 +30,7 @@ from ..devices.registry import capabilities
 from ..ranks import fsdp
 from ..ranks.agree import Ranks
 from ..ranks.shards import ranks_of
-from . import agreement, optimizers, parameters
+from . import agreement, optimizer_state, parameters
 from .loss_scale import LossScale
 from .overflows import Count, any_nonfinite
 
@@ -65,7 +65,7 @@ def scales() -> list[LossScale]:
 
 def skips_by_itself(optimizer: Optimizer) -> None:
     """Leave this optimizer's steps alone: they check the gradients themselves."""
-    optimizers.state_of(optimizer).skips_by_itself = True
+    optimizer_state.state_of(optimizer).skips_by_itself = True
 
 
 def look(optimizer: Optimizer, scale: LossScale, *, upstream: bool = False) -> torch.Tensor | None:
@@ -120,7 +120,7 @@ def skip_if_overflowed(optimizer: Optimizer) -> None:
     # left), or before graphs of which the optimizer holds nothing.
     before = [scale for scale in own if scale.open]
     after = _upstream_of(optimizer, others, own)
-    asked = bool(before or after or optimizers.state_of(optimizer).poisoned) and bool(others)
+    asked = bool(before or after or optimizer_state.state_of(optimizer).poisoned) and bool(others)
     if not own and not asked:
         return
     found = [_overflowed(own[scale], overflows) for scale, overflows in looked.items()]
@@ -137,13 +137,13 @@ def skip_if_overflowed(optimizer: Optimizer) -> None:
     skip = upstream or any(answers.values())
     skip |= asked and _upstream_overflowed(optimizer, after, bad)
     if skip:
-        optimizers.state_of(optimizer).hidden += gradients
+        optimizer_state.state_of(optimizer).hidden += gradients
         for parameter, _ in gradients:
             parameter.grad = None
 
 
 def show_hidden(optimizer: Optimizer) -> None:
-    hidden = optimizers.state_of(optimizer).hidden
+    hidden = optimizer_state.state_of(optimizer).hidden
     for parameter, gradient in hidden:
         if parameter.grad is None:
             parameter.grad = gradient
@@ -188,7 +188,7 @@ def _upstream_overflowed(optimizer: Optimizer, ran: Sequence[LossScale], overflo
         ran: see `_upstream_of`.
         overflow: whether one of these gradients is not finite.
     """
-    state = optimizers.state_of(optimizer)
+    state = optimizer_state.state_of(optimizer)
     if not ran and not state.poisoned:
         return False
     looked = [(scale, look(optimizer, scale, upstream=True)) for scale in ran]

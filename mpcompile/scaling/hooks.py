@@ -23,7 +23,7 @@ from torch.optim.optimizer import (
 
 from ..ranks.zero import is_zero, partition_of
 from ..torch_inside.optimizers import global_hooks, has_hooks
-from . import agreement, foreign, guard, no_gradient, optimizers
+from . import agreement, foreign, guard, no_gradient, optimizer_state
 
 _CLOSURE = "closure"
 # What torch puts around each step; it calls the hooks, and then its `func`.
@@ -60,7 +60,7 @@ def _before_step(
     if guard.is_needed():
         foreign.look_for_scaler(optimizer)
     agreement.before_step(optimizer)
-    by_itself = optimizers.state_of(optimizer).skips_by_itself
+    by_itself = optimizer_state.state_of(optimizer).skips_by_itself
     if is_zero(optimizer):  # this look is also that of the optimizer that it steps
         guard.skips_by_itself(partition_of(optimizer))
     place = _place_of_closure(optimizer, args, kwargs)

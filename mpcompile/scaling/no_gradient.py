@@ -11,12 +11,12 @@ import warnings
 from torch.optim import Optimizer
 
 from ..errors import MPCompileWarning
-from . import optimizers, parameters
+from . import optimizer_state, parameters
 
 
 def look(optimizer: Optimizer, *, has_closure: bool) -> None:
     """An optimizer is about to take a step; a closure makes the gradients within it."""
-    state = optimizers.state_of(optimizer)
+    state = optimizer_state.state_of(optimizer)
     if state.looked_for_gradient:
         return
     state.looked_for_gradient = True
@@ -30,7 +30,7 @@ def look(optimizer: Optimizer, *, has_closure: bool) -> None:
 
 def say(optimizer: Optimizer, stacklevel: int) -> None:
     """Say that a step of this optimizer has no gradient."""
-    optimizers.state_of(optimizer).looked_for_gradient = True
+    optimizer_state.state_of(optimizer).looked_for_gradient = True
     warnings.warn(
         f"mpcompile: this step of {type(optimizer).__name__} changes nothing, since none of its "
         "parameters has a gradient: call loss.backward() before step(), and zero_grad() behind it. "

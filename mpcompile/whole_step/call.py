@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ..optim.inputs import Setting
+from ..optim.members import Setting
 from ..runtime.stays_finite import StepFiniteCheck
 from ..scaling import parameters
 from ..torch_inside.tensors import hooks_on

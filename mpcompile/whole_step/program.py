@@ -23,7 +23,7 @@ from .. import ir
 from ..errors import CannotRewrite
 from ..ir.fakes import fake_twin
 from ..lower.joint import NO_PASSES, JointPasses
-from ..optim.inputs import Setting
+from ..optim.members import Setting
 from ..planner.target import place_of
 from ..rules.policy import Level
 from ..scaling.loss_scale import LossScale

@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 
 from ..capture import rebound
 from ..errors import CannotRewrite
-from ..optim.inputs import parameters_of
+from ..optim.members import parameters_of
 from ..ranks.zero import is_zero
 from ..scaling import hooks
 from ..torch_inside import dynamo, names

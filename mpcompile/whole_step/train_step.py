@@ -31,9 +31,9 @@ from ..runtime.module_call import running
 from ..runtime.owned_backend import compiled_by, with_own_code
 from ..torch_inside.names import BackendCompilerFailed, FailOnRecompileLimitHit, reset_code
 from ..torch_inside.private_names import Part, why_off
-from .backend import ON_VALUES, WholeBackend
 from .call import NotThisTime, Outdated
 from .tracing import traceable_optimizers
+from .whole_backend import ON_VALUES, WholeBackend
 
 _TORCH = Path(torch.__file__).parent
 

@@ -20,24 +20,24 @@ from torch.optim import Optimizer
 from .. import ir
 from ..devices.registry import capabilities
 from ..errors import CannotRewrite
-from ..ir.step import Slot
+from ..ir.step_config import Slot
 from ..optim.compiled import Emit, numbers_of
 from ..optim.compiled_steps import FEW
 from ..optim.decide import decided, norms_of, written_by_decision
 from ..optim.fingerprint import Fact, Fingerprint
 from ..optim.first_state import gradients_stand_by, initialise_state, with_gradients
 from ..optim.fused import fits
-from ..optim.inputs import Member, Setting, parameters_of
 from ..optim.key import StepKey, Stored
 from ..optim.kinds import ParametersMix
 from ..optim.masters import is_low
+from ..optim.members import Member, Setting, parameters_of
 from ..optim.optimizer import MPOptimizer
 from ..optim.reports import Notices, Results
 from ..optim.step import CompiledStep
 from ..optim.traced_step import TracedStep
 from ..optim.updates import Updates, config_of
 from ..ranks.shards import is_sharded
-from ..scaling import hooks, optimizers
+from ..scaling import hooks, optimizer_state
 from ..scaling.copies import WorkingCopy
 from ..scaling.loss_scale import LossScale
 from ..scaling.overflows import Count
@@ -290,7 +290,7 @@ class Update:
         self._step.ran()
         self._parts.notices.follow(self.scales)
         self._parts.notices.look()
-        if not optimizers.state_of(self.optimizer).skips_by_itself:
+        if not optimizer_state.state_of(self.optimizer).skips_by_itself:
             for scale in self.scales:
                 scale.overflows.looks.setdefault(self.optimizer, Count())
 

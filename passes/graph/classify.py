@@ -19,7 +19,7 @@ from torch import fx
 
 from mpcompile import ir, rules
 from mpcompile.ir import By, Mark, hidden_products
-from mpcompile.ir.updates import nodes_of_updates
+from mpcompile.ir.parameter_updates import nodes_of_updates
 from mpcompile.rules.formats import Format
 from mpcompile.rules.policy import LOW_DTYPES, Config, Precision
 from mpcompile.torch_inside.graphs import schema

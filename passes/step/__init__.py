@@ -1,8 +1,8 @@
 """Passes over a traced optimizer step, `pass_(gm: fx.GraphModule, config: StepConfig) -> bool`.
 
 A pass rewrites the graph in place and returns whether it changed anything. The graph has no
-outputs: its inputs are named by a `Slot` each (`mpcompile/ir/step.py`), and its effect is its
-`copy_` nodes. A pass that the step doesn't need returns False.
+outputs: its inputs are named by a `Slot` each (`mpcompile/ir/step_config.py`), and its effect is
+its `copy_` nodes. A pass that the step doesn't need returns False.
 
-`mpcompile/optim/pipeline.py` lists the passes in order and runs them.
+`mpcompile/optim/step_passes.py` lists the passes in order and runs them.
 """

@@ -14,7 +14,7 @@ from torch import fx
 
 from mpcompile import ir
 from mpcompile.ir import aten
-from mpcompile.ir.step import FACTOR, StepConfig
+from mpcompile.ir.step_config import FACTOR, StepConfig
 
 
 def clip_gradients(gm: fx.GraphModule, config: StepConfig) -> bool:

@@ -20,7 +20,7 @@ from torch import fx
 from mpcompile import ir
 from mpcompile.errors import CannotRewrite
 from mpcompile.ir import aten
-from mpcompile.ir.step import StepConfig
+from mpcompile.ir.step_config import StepConfig
 from mpcompile.torch_inside.names import OpOverload
 
 _TO = aten._to_copy.default

@@ -14,7 +14,7 @@ from torch import fx
 
 from mpcompile import ir
 from mpcompile.ir import aten
-from mpcompile.ir.step import SKIPPED, StepConfig
+from mpcompile.ir.step_config import SKIPPED, StepConfig
 
 
 def predicate_writes(gm: fx.GraphModule, config: StepConfig) -> bool:

@@ -13,7 +13,7 @@ from torch import fx
 
 from mpcompile import ir
 from mpcompile.ir import aten
-from mpcompile.ir.step import Slot, StepConfig
+from mpcompile.ir.step_config import Slot, StepConfig
 
 
 def widen_gradients(gm: fx.GraphModule, config: StepConfig) -> bool:

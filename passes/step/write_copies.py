@@ -22,7 +22,7 @@ from torch import fx
 from mpcompile import ir
 from mpcompile.ir import aten
 from mpcompile.ir.fakes import like
-from mpcompile.ir.step import Slot, StepConfig
+from mpcompile.ir.step_config import Slot, StepConfig
 
 
 def write_copies(gm: fx.GraphModule, config: StepConfig) -> bool:

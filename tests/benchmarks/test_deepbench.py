@@ -22,7 +22,7 @@ from benchmarks.deepbench import (
     make_report,
     work_for,
 )
-from mpcompile.profile.model import KINDS
+from mpcompile.profile.cost_model import KINDS
 
 CPU = torch.device("cpu")
 PADDED = {"gemm": ("n", "k"), "conv": ("in_channels", "out_channels"), "rnn": ("input", "hidden")}

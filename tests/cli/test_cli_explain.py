@@ -12,8 +12,8 @@ from reports import node
 
 from mpcompile import cli
 from mpcompile.plans.graph_plan import GraphPlan
-from mpcompile.plans.plan import OutsideLine, Plan
-from mpcompile.plans.tensor_cores import TensorCoreOp, TensorCoreReport
+from mpcompile.plans.model_plan import OutsideLine, Plan
+from mpcompile.plans.tensor_core_report import TensorCoreOp, TensorCoreReport
 
 __all__ = ["nets"]
 

@@ -260,7 +260,7 @@ PROGRAM = """
 import json, torch
 from benchmarks.models import Tagger, resnet18
 from mpcompile import compiled_plans, mpcompile
-from mpcompile.demo.model import GPT, GPTConfig
+from mpcompile.demo.gpt import GPT, GPTConfig
 from mpcompile.rules.table import TABLE
 
 tokens = torch.randint(0, 256, (2, 32))

@@ -9,8 +9,8 @@ from profiles import BF16, CPU, FP16, FP32
 from mpcompile import MPCompileError
 from mpcompile.profile import Sample
 from mpcompile.profile.calls import Calls, Point, build, points
+from mpcompile.profile.cost_model import DTYPES, KINDS, flops
 from mpcompile.profile.measure import PART, measure
-from mpcompile.profile.model import DTYPES, KINDS, flops
 
 
 class Machine:

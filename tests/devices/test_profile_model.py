@@ -11,7 +11,7 @@ from profiles import BF16, FP16, FP32, from_ceilings, profile_of
 
 from mpcompile import MPCompileError
 from mpcompile.profile import Profile, Sample, store
-from mpcompile.profile.model import CEILINGS, KINDS
+from mpcompile.profile.cost_model import CEILINGS, KINDS
 
 OVERHEAD, RATE, BANDWIDTH = 2e-6, 1e11, 1e10
 GEMM = {"batch": 1, "m": 512, "n": 512, "k": 512}

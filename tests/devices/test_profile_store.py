@@ -17,8 +17,8 @@ from mpcompile.devices.registry import capabilities
 from mpcompile.errors import MPCompileWarning
 from mpcompile.profile import Profile, Sample, load, store
 from mpcompile.profile.calls import Point
+from mpcompile.profile.cost_model import DTYPES
 from mpcompile.profile.measure import measure
-from mpcompile.profile.model import DTYPES
 
 
 @pytest.fixture(autouse=True)

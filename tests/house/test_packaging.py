@@ -59,7 +59,7 @@ def height(unit: str) -> int:
 
 
 def unit_of(path: Path) -> str:
-    """`mpcompile/plans/plan.py` -> `"plans"`, `passes/clean.py` -> `"passes"`."""
+    """`mpcompile/plans/model_plan.py` -> `"plans"`, `passes/clean.py` -> `"passes"`."""
     if path.is_relative_to(PASSES):
         return "passes"
     return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
@@ -95,7 +95,7 @@ def imported(path: Path) -> set[str]:
 
 
 def name_of(path: Path) -> str:
-    """`mpcompile/plans/plan.py` -> `"plans.plan"`; of a room's `__init__.py`, the room."""
+    """`mpcompile/plans/model_plan.py` -> `"plans.plan"`; of a room's `__init__.py`, the room."""
     root = PASSES.parent if path.is_relative_to(PASSES) else PACKAGE
     parts = path.relative_to(root).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)

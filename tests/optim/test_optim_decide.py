@@ -10,7 +10,7 @@ from steps import DYNAMIC, STATIC
 
 from mpcompile import ir
 from mpcompile.ir.scale import STATE_DTYPES, ScaleState
-from mpcompile.ir.step import FACTOR, NORM, SKIPPED, Gradient, RankGroups, Slot, StepConfig
+from mpcompile.ir.step_config import FACTOR, NORM, SKIPPED, Gradient, RankGroups, Slot, StepConfig
 from mpcompile.optim.decide import decided, graph_of_decision, norms_of, written_by_decision
 
 F32, F64, BF16 = torch.float32, torch.float64, torch.bfloat16

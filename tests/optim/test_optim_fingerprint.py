@@ -17,7 +17,7 @@ from mpcompile.optim.fingerprint import (
     Fingerprint,
     same,
 )
-from mpcompile.optim.inputs import Member
+from mpcompile.optim.members import Member
 from mpcompile.optim.rests_on import State
 
 FACTS = {"dtype and layout": DTYPE_AND_LAYOUT, "shape": SHAPE, "stride": STRIDE}

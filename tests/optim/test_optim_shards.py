@@ -20,7 +20,7 @@ from mpcompile import LossScale, MPOptimizer
 from mpcompile.errors import CannotRewrite, MPCompileError
 from mpcompile.optim.elementwise import refuse_mixing
 from mpcompile.optim.first_state import initialise_state
-from mpcompile.optim.inputs import Member
+from mpcompile.optim.members import Member
 from mpcompile.optim.trace import trace
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch without distributed")

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from benchmarks.models import Detector, Recommender, resnet18
 from mpcompile import Policy, compiled_plans, ir, mpcompile
-from mpcompile.demo.model import GPT, GPTConfig
+from mpcompile.demo.gpt import GPT, GPTConfig
 from mpcompile.ir.shapes import Product
 from mpcompile.padding.products import product
-from mpcompile.plans.tensor_cores import TensorCoreReport
+from mpcompile.plans.tensor_core_report import TensorCoreReport
 
 
 def report(model: nn.Module, *inputs: Tensor, **options: Any) -> TensorCoreReport:

@@ -11,7 +11,7 @@ from padded_graphs import PAD, SLICE, Chain, nodes, ours, pads_of_weights, place
 from torch import Tensor
 
 from mpcompile import ir
-from mpcompile.demo.model import GPT, GPTConfig
+from mpcompile.demo.gpt import GPT, GPTConfig
 from mpcompile.ir import spec
 from mpcompile.passes.graph.read_copies import read_copies
 from mpcompile.plans import pipeline

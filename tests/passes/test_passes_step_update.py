@@ -8,7 +8,7 @@ from steps import LOW, StepStage, adam
 from mpcompile import ir
 from mpcompile.errors import CannotRewrite
 from mpcompile.ir import aten
-from mpcompile.ir.step import CopyLayout, Gradient
+from mpcompile.ir.step_config import CopyLayout, Gradient
 from mpcompile.passes.step.clip_gradients import clip_gradients
 from mpcompile.passes.step.lift_numbers import lift_numbers
 from mpcompile.passes.step.predicate_writes import predicate_writes

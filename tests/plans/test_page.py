@@ -14,11 +14,11 @@ from torch import nn
 
 from mpcompile import MPCompileError, explain, plan_for
 from mpcompile.plans.graph_plan import BackwardNode, GraphPlan, Line, PlanNode
+from mpcompile.plans.model_plan import ModuleLine, Plan
 from mpcompile.plans.page.render import aligned, charts_of, render
 from mpcompile.plans.partitioned import Saved
-from mpcompile.plans.plan import ModuleLine, Plan
 from mpcompile.plans.plan_text import verdict
-from mpcompile.plans.tensor_cores import TensorCoreOp, TensorCoreReport
+from mpcompile.plans.tensor_core_report import TensorCoreOp, TensorCoreReport
 
 MEGABYTE = 1_000_000
 

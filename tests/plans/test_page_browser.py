@@ -10,7 +10,7 @@ import pytest
 from browser import CHROMEDRIVER, CHROMIUM, WIDTHS, browser, cut_at, opened
 
 from mpcompile.plans.graph_plan import PlanNode
-from mpcompile.plans.plan import Plan
+from mpcompile.plans.model_plan import Plan
 
 pytest.importorskip("selenium")
 if not (CHROMIUM and CHROMEDRIVER):

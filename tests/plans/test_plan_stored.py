@@ -16,7 +16,7 @@ from mpcompile.devices.gpus import GPU
 from mpcompile.plans import GraphPlan, Plan, PlanNode
 from mpcompile.plans.graph_plan import BackwardNode
 from mpcompile.plans.partitioned import Saved
-from mpcompile.plans.tensor_cores import TensorCoreReport
+from mpcompile.plans.tensor_core_report import TensorCoreReport
 
 DTYPES = st.sampled_from([torch.float32, torch.float16, torch.bfloat16, torch.int64])
 NUMBERS = st.floats(allow_nan=False, allow_infinity=False)

@@ -14,7 +14,7 @@ from mpcompile import plan_for
 from mpcompile.devices.gpus import gpu
 from mpcompile.plans.graph_plan import BackwardNode, GraphPlan
 from mpcompile.plans.grid import Grid
-from mpcompile.plans.tensor_cores import TensorCoreOp, TensorCoreReport
+from mpcompile.plans.tensor_core_report import TensorCoreOp, TensorCoreReport
 
 
 def products(*ops: TensorCoreOp, **facts: Any) -> GraphPlan:

@@ -16,7 +16,7 @@ from torch import nn
 
 import mpcompile as module
 from mpcompile import MPCompileError
-from mpcompile.plans.plan import Plan
+from mpcompile.plans.model_plan import Plan
 
 # Any: a type checker would find most of these mistakes.
 mp: Any = module

@@ -19,7 +19,7 @@ from mpcompile import (
     explain,
     mpcompile,
 )  # fmt: skip
-from mpcompile.plans.plan import OutsideLine, Plan
+from mpcompile.plans.model_plan import OutsideLine, Plan
 from mpcompile.scaling.copies import copies_of
 
 X = torch.randn(4, 16)

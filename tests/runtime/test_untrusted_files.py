@@ -24,7 +24,7 @@ PROGRAM = """
 import sys
 from pathlib import Path
 import mpcompile
-from mpcompile.plans.plan import Plan
+from mpcompile.plans.model_plan import Plan
 from mpcompile.profile import store
 
 READ = {"policy": mpcompile.Policy.load, "plan": Plan.load, "profile": store.read}

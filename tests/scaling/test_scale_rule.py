@@ -20,7 +20,7 @@ from mpcompile.ir.scale import (
     settled,
     updated,
 )
-from mpcompile.ir.step import SKIPPED, Slot, StepConfig
+from mpcompile.ir.step_config import SKIPPED, Slot, StepConfig
 from mpcompile.optim.decide import graph_of_decision
 
 

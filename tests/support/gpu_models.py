@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from mpcompile.demo.model import GPT, GPTConfig
+from mpcompile.demo.gpt import GPT, GPTConfig
 
 
 def mlp() -> tuple[nn.Module, Any]:

@@ -8,9 +8,9 @@ from torch import nn
 
 from benchmarks.models import resnet18
 from mpcompile import Policy, compiled_plans, mpcompile, plan_for
-from mpcompile.demo.model import GPT, GPTConfig
+from mpcompile.demo.gpt import GPT, GPTConfig
 from mpcompile.plans.graph_plan import BackwardNode, GraphPlan
-from mpcompile.plans.plan import ModuleLine, Plan
+from mpcompile.plans.model_plan import ModuleLine, Plan
 
 EVIL = "</script><img src=x onerror=alert(1)>"
 

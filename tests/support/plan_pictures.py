@@ -13,7 +13,7 @@ from browser import browser, opened
 
 from benchmarks.models import resnet18
 from mpcompile import diagnose, plan_for
-from mpcompile.demo.model import GPT, GPTConfig
+from mpcompile.demo.gpt import GPT, GPTConfig
 from mpcompile.diagnosis.report import Report
 
 FIGURES = Path(__file__).parents[2] / "docs" / "figures"

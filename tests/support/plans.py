@@ -4,7 +4,7 @@ from typing import Any
 
 from mpcompile.plans import GraphPlan, Plan, PlanNode
 from mpcompile.plans.graph_plan import Line
-from mpcompile.plans.plan import ModuleLine
+from mpcompile.plans.model_plan import ModuleLine
 
 
 def node(name: str, **facts: Any) -> PlanNode:

@@ -6,7 +6,7 @@ from dataclasses import replace
 import torch
 
 from mpcompile.profile import Profile, Sample
-from mpcompile.profile.model import CEILINGS, DTYPES, KINDS
+from mpcompile.profile.cost_model import CEILINGS, DTYPES, KINDS
 
 FP32, BF16, FP16 = DTYPES
 CPU = torch.device("cpu")

@@ -8,10 +8,10 @@ from torch import fx, nn
 
 from mpcompile import ir
 from mpcompile.ir.scale import ScaleRule
-from mpcompile.ir.step import Gradient, StepConfig
+from mpcompile.ir.step_config import Gradient, StepConfig
 from mpcompile.optim.first_state import initialise_state
-from mpcompile.optim.inputs import Member
-from mpcompile.optim.pipeline import STEP_PASSES, StepPass
+from mpcompile.optim.members import Member
+from mpcompile.optim.step_passes import STEP_PASSES, StepPass
 from mpcompile.optim.trace import trace
 
 DYNAMIC = ScaleRule(min_scale=1.0)

@@ -17,7 +17,7 @@ from typing_extensions import assert_type
 
 import mpcompile as mp
 from mpcompile import Level, LossScale, MPOptimizer, Policy, Precision, mpcompile, train_step
-from mpcompile.plans.plan import Plan
+from mpcompile.plans.model_plan import Plan
 
 
 class Net(nn.Module):

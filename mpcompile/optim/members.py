@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from ..errors import MPCompileError
 from ..ir.fakes import like
-from ..ir.step import Slot
+from ..ir.step_config import Slot
 from ..ranks.shards import local, place_gradient
 from ..ranks.zero import is_zero, partition_of
 from ..torch_inside.names import ConstantSource, FakeTensorMode

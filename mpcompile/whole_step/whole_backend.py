@@ -18,7 +18,7 @@ from torch.fx.experimental.symbolic_shapes import (
 from .. import ir
 from ..compiler import backend
 from ..errors import CannotRewrite
-from ..optim.inputs import Setting
+from ..optim.members import Setting
 from ..runtime import uncalled
 from ..runtime.graph_call import is_leaf
 from ..scaling import hooks, no_gradient

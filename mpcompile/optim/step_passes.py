@@ -10,7 +10,7 @@ from pathlib import Path
 from torch import fx
 
 from .. import logs
-from ..ir.step import StepConfig
+from ..ir.step_config import StepConfig
 from ..passes.step.clip_gradients import clip_gradients
 from ..passes.step.lift_numbers import lift_numbers
 from ..passes.step.predicate_writes import predicate_writes
