@@ -19,7 +19,7 @@ from .. import operators  # noqa: F401  (registers our operators)
 from ..capture.capture import capture
 from ..capture.on_fakes import unseen
 from ..capture.surroundings import Around
-from ..ir.places import Place, places
+from ..ir.text import Place, places
 from ..planner.target import Target
 from ..plans import pipeline
 from ..plans.pipeline import Planned

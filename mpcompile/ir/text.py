@@ -1,8 +1,10 @@
-"""Text of a graph and its nodes, and the source positions of nodes."""
+"""Text of a graph and its nodes, and where in the user's program a node comes from."""
 
 from __future__ import annotations
 
 import re
+from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -96,3 +98,30 @@ def render(graph: fx.Graph, *, reasons: bool = False) -> str:
             text += f" ({where})" if where else ""
         lines.append(text)
     return "\n".join(lines) + "\n"
+
+
+@dataclass(frozen=True)
+class Place:
+    """The place of one operator.
+
+    Attributes:
+        module, source, op: as in a plan.
+        number: which one it is, of those in the graph that share all of these.
+    """
+
+    module: str
+    source: str
+    op: str
+    number: int
+
+
+def places(graph: fx.Graph) -> dict[str, Place]:
+    """The place of each operator of a captured graph, before any pass, by its name."""
+    found: dict[str, Place] = {}
+    seen: Counter[tuple[str, str, str]] = Counter()
+    for node in graph.nodes:
+        if node.op in ("call_function", "call_method"):
+            where = module_path(node), source(node), op_name(node)
+            found[node.name] = Place(*where, seen[where])
+            seen[where] += 1
+    return found

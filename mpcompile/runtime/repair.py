@@ -21,7 +21,7 @@ from torch import fx
 from .. import ir, logs
 from ..devices.registry import RandomState, unchanged
 from ..ir.fakes import duplicate
-from ..ir.places import places
+from ..ir.text import places
 from ..observe.fault import Fault, FaultKind, GraphRuns
 from ..observe.find_fault import find
 from ..observe.record import Record

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
+import warnings
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
@@ -21,9 +22,10 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from ..errors import MPCompileWarning
 from ..ranks.zero import is_zero, partition_of
 from ..torch_inside.optimizers import global_hooks, has_hooks
-from . import agreement, foreign, guard, no_gradient, optimizer_state
+from . import agreement, foreign, guard, optimizer_state, parameters
 
 _CLOSURE = "closure"
 # What torch puts around each step; it calls the hooks, and then its `func`.
@@ -64,7 +66,7 @@ def _before_step(
     if is_zero(optimizer):  # this look is also that of the optimizer that it steps
         guard.skips_by_itself(partition_of(optimizer))
     place = _place_of_closure(optimizer, args, kwargs)
-    no_gradient.look(optimizer, has_closure=place is not None)
+    _look_for_gradient(optimizer, has_closure=place is not None)
     if place is None:
         if not by_itself:
             _check_gradients(optimizer)
@@ -154,3 +156,31 @@ def has_others(optimizer: Optimizer) -> bool:
     room = f"{__name__.partition('.')[0]}."  # ours need no step to be called
     modules = [getattr(hook, "__module__", None) or "" for hook in global_hooks()]
     return not all(module.startswith(room) for module in modules)
+
+
+def _look_for_gradient(optimizer: Optimizer, *, has_closure: bool) -> None:
+    """Warn of an optimizer whose first step finds no gradient, and so changes nothing: mostly it
+    steps before the backward, or after `zero_grad()`. A closure makes the gradients by itself.
+    """
+    state = optimizer_state.state_of(optimizer)
+    if state.looked_for_gradient:
+        return
+    state.looked_for_gradient = True
+    if has_closure:
+        return
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    ours = state.skips_by_itself or any(parameters.scales_of(p) for p in held)
+    if ours and held and all(p.grad is None for p in held):
+        say_no_gradient(optimizer, stacklevel=6)
+
+
+def say_no_gradient(optimizer: Optimizer, stacklevel: int) -> None:
+    """Say that a step of this optimizer has no gradient."""
+    optimizer_state.state_of(optimizer).looked_for_gradient = True
+    warnings.warn(
+        f"mpcompile: this step of {type(optimizer).__name__} changes nothing, since none of its "
+        "parameters has a gradient: call loss.backward() before step(), and zero_grad() behind it. "
+        "Or are these the parameters of another model?",
+        MPCompileWarning,
+        stacklevel=stacklevel,
+    )

@@ -19,7 +19,7 @@ class OptimizerState:
         poisoned: it holds, and has skipped for, a gradient that overflowed in a graph that reads
             none of its parameters.
         looked_for_scaler: a step at which its gradients were scaled was looked at (`foreign.py`).
-        looked_for_gradient: its first step was looked at (`no_gradient.py`).
+        looked_for_gradient: its first step was looked at (`hooks.py`).
         watch: what looks whether its gradients stay finite (`runtime/stays_finite.py`).
         hidden: (parameter, gradient) pairs that its step must not see.
         beside: loss scale -> see `agreement.beside`, and when that was derived.

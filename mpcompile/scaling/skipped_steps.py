@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..ir.places import Place
+from ..ir.text import Place
 from .live_scale import LiveScale, Stepped
 from .messages import Messages
 from .scale_search import after_backward

@@ -1,7 +1,7 @@
 """A forward of a training step: cut out of Dynamo's graph, and rewritten by the passes.
 
 It is planned as the same forward would be in a graph of its own. What it reads besides Dynamo's
-inputs, working copies and the loss scale, the whole step holds (`extra_inputs.py`).
+inputs, working copies and the loss scale, the whole step holds (`ExtraInputs`).
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ from ..scaling import copies, guard
 from ..scaling.loss_scale import LossScale
 from ..settings import Settings
 from ..torch_inside.graphs import set_source, set_sources, source_of, sources_of
-from .extra_inputs import ExtraInputs
 from .parts import StepPart
 
 
@@ -194,3 +193,33 @@ def _outlined(part: StepPart, gm: fx.GraphModule) -> fx.GraphModule:
     known: Any = sources_of(gm)
     set_sources(outlined, known)
     return outlined
+
+
+class ExtraInputs:
+    """Tensors that live between the steps: optimizer state, working copies, loss scales, settings.
+
+    Attributes:
+        tensors: in the order in which the step takes them.
+        fresh: the numbers of those that are replaced in each step; all others stay where they are.
+    """
+
+    def __init__(self) -> None:
+        self.tensors: list[torch.Tensor] = []
+        self.fresh: set[int] = set()
+        self._numbers: dict[int, int] = {}
+
+    def add(self, tensor: torch.Tensor) -> int:
+        """The number of a tensor that stays; each is held once."""
+        if id(tensor) not in self._numbers:
+            self._numbers[id(tensor)] = self._append(tensor)
+        return self._numbers[id(tensor)]
+
+    def add_fresh(self, tensor: torch.Tensor) -> int:
+        """The number of a tensor like this one that each step replaces."""
+        number = self._append(tensor)
+        self.fresh.add(number)
+        return number
+
+    def _append(self, tensor: torch.Tensor) -> int:
+        self.tensors.append(tensor)
+        return len(self.tensors) - 1

@@ -31,8 +31,7 @@ from ..settings import Settings
 from ..torch_inside.graphs import schema
 from ..torch_inside.names import TorchDispatchMode, TracingContext, autocast_off
 from ..torch_inside.tensors import storage_of
-from .extra_inputs import ExtraInputs
-from .forward import Forward, TracedForward, rewritten
+from .forward import ExtraInputs, Forward, TracedForward, rewritten
 from .gradients import (
     Backward,
     go_backward,

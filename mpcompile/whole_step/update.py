@@ -44,7 +44,7 @@ from ..scaling.overflows import Count
 from ..settings import Settings
 from ..torch_inside.names import autocast_off
 from ..torch_inside.optimizers import note_step
-from .extra_inputs import ExtraInputs
+from .forward import ExtraInputs
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from ..errors import CannotRewrite
 from ..optim.members import Setting
 from ..runtime import uncalled
 from ..runtime.graph_call import is_leaf
-from ..scaling import hooks, no_gradient
+from ..scaling import hooks
 from ..settings import Settings
 from ..torch_inside.names import DataDependentOutputException
 from ..torch_inside.tensors import hooks_on
@@ -76,7 +76,7 @@ class WholeBackend:
         hooks.register()
         uncalled.reached(example_inputs)
         for optimizer in stepped_without_gradient(gm.graph):
-            no_gradient.say(optimizer, stacklevel=2)
+            hooks.say_no_gradient(optimizer, stacklevel=2)
         request = dict(self._options)
         listener = request.pop("_listener", None)
         names = request.pop("_names", None)

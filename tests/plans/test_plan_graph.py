@@ -14,7 +14,7 @@ from torch import fx, nn
 from mpcompile import MPOptimizer, ir, scaling
 from mpcompile.compiler.plan_graph import Planned, plan_graph
 from mpcompile.compiler.training import training_of
-from mpcompile.ir.places import places
+from mpcompile.ir.text import places
 from mpcompile.settings import Settings
 
 

@@ -15,7 +15,7 @@ from benchmarks.harness.peak import peak_bytes
 from benchmarks.models import Tagger
 from mpcompile import MPOptimizer, train_step
 from mpcompile.whole_step import one_graph
-from mpcompile.whole_step.extra_inputs import ExtraInputs
+from mpcompile.whole_step.forward import ExtraInputs
 
 Step = Callable[..., Any]
 O2 = Setting("O2", torch.float16, True, "inductor")
