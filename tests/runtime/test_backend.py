@@ -20,8 +20,8 @@ from mpcompile import (
     MPCompileWarning,
     compiled_plans,
     mpcompile,
-    pipeline,
 )
+from mpcompile.plans import pipeline
 
 pytestmark = pytest.mark.inside
 

@@ -14,10 +14,10 @@ from whole_steps import batches, net
 from mpcompile import (
     MPCompileWarning,
     MPOptimizer,
-    backend,
     compiled_plans,
     mpcompile,
 )
+from mpcompile.compiler import backend
 
 pytestmark = pytest.mark.inside
 
