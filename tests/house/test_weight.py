@@ -12,10 +12,10 @@ from collections.abc import Iterator
 from repository import ROOT, sources
 
 LIMITS = {
-    "lines of source": 42471,
-    "lines of code": 26839,
-    "files of source": 305,
-    "lines of tests": 63483,
+    "lines of source": 42452,
+    "lines of code": 26836,
+    "files of source": 299,
+    "lines of tests": 63482,
     "warnings that count more than two frames": 18,
     "registries of modules": 28,
 }

@@ -11,8 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from mpcompile import LossScale, MPCompileWarning, loss_scale_of, mpcompile
+from mpcompile import LossScale, MPCompileError, MPCompileWarning, loss_scale_of, mpcompile
 from mpcompile.ir.fakes import duplicate
+from mpcompile.scaling.fit_scale import FACTOR, check_two_scales
 
 FP16: dict[str, Any] = {"dtype": torch.float16, "strict": True}
 
@@ -145,3 +146,20 @@ def test_a_new_scale_does_not_recompile() -> None:
         with torch.compiler.set_stance("default" if value == 2.0**16 else "fail_on_recompile"):
             model.zero_grad()
             model(x).sum().backward()
+
+
+GRADIENTS = {
+    "real": torch.tensor([1.0, -2.0]),
+    "imaginary": torch.tensor([1j, -2j]),
+    "conjugate": torch.tensor([1j, 2 + 1j]).conj(),
+}
+
+
+@pytest.mark.parametrize("kind", GRADIENTS)
+def test_a_gradient_that_follows_the_scale(kind: str) -> None:
+    gradient = GRADIENTS[kind]
+    check_two_scales([gradient], [gradient], ())
+    check_two_scales([gradient * FACTOR], [gradient], (0,))  # it is to leave scaled
+    for higher, lower in ((gradient * FACTOR, gradient), (gradient, gradient * FACTOR)):
+        with pytest.raises(MPCompileError, match="depends on the loss scale"):
+            check_two_scales([higher], [lower], ())
