@@ -126,7 +126,7 @@ dist: $(VENV)/.stamp-dev
 	$(BIN)/python -m build --outdir dist
 	$(BIN)/twine check --strict dist/*
 
-# Installs that wheel in an environment of its own, away from the checkout, with the torch of $(VENV) behind it.
+# Installs that wheel in an environment of its own, away from the checkout, with the torch of $(VENV) after it.
 dist-test: dist
 	WHEEL=$$(realpath dist/*.whl) $(BIN)/python -m pytest -m "sweep or not sweep" tests/house/test_dist.py
 

@@ -239,7 +239,7 @@ def _notes() -> list[str]:
         "here. A generated step reads the scale in every "
         "eighth, in three copies of a number; the one counted is none of these. A parameter of the "
         "stand-in can't change its class, by which a GPU's says whether its copy must be written "
-        "anew: it is taken to say no.",
+        "again: it is taken to say no.",
         "All in FP16 without dropout, which would add the same masks to every arm. DLRM's 26 "
         "tables have 1000 rows each, so that its products count. DCGAN's step is PyTorch's "
         "tutorial's: three backwards, two optimizers, losses outside of what is compiled. Batches "

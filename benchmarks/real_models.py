@@ -92,7 +92,7 @@ class _Model:
 
 
 class _Training:
-    """The step of a script that somebody would write for the model: AdamW, one batch."""
+    """The step of a script that someone would write for the model: AdamW, one batch."""
 
     def __init__(self, trainer: Trainer, model: _Model) -> None:
         self._trainer, self._loss = trainer, model.loss

@@ -16,8 +16,8 @@ error is about 1 or more, as in Inception at its initial weights, no way compute
 the row compares nothing but graphs.
 
 "compile + autocast" is torch.compile (`backend="aot_eager"`) under torch.autocast with a
-GradScaler; "compile FP32" is torch.compile alone. Graphs count those that Dynamo compiled, anew for
-other sizes, too. A frame is a function that Dynamo leaves to Python; one that torch.compile doesn't
+GradScaler; "compile FP32" is torch.compile alone. Graphs count those that Dynamo compiled, also for
+other sizes. A frame is a function that Dynamo leaves to Python; one that torch.compile doesn't
 leave is a fault, and so are more graphs over all sizes than torch.compile makes.
 """
 

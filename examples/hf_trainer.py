@@ -22,7 +22,7 @@ WORDS, LENGTH, STEPS = 32, 16, 40
 
 
 def sequences(count: int, seed: int) -> list[dict[str, torch.Tensor]]:
-    """Rows of words, each word a fixed distance behind the one before."""
+    """Rows of words, each word a fixed distance after the one before."""
     generator = torch.Generator().manual_seed(seed)
     first, distance = torch.randint(WORDS, (2, count, 1), generator=generator)
     ids = (first + (1 + distance % 3) * torch.arange(LENGTH)) % WORDS

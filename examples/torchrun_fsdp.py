@@ -29,7 +29,7 @@ STEPS, BATCH = 40, 8
 
 
 def batch(seed: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Rows of tokens, each a fixed distance behind the one before, and the tokens that follow."""
+    """Rows of tokens, each a fixed distance after the one before, and the tokens that follow."""
     generator = torch.Generator().manual_seed(seed)
     first, distance = torch.randint(CONFIG.vocab, (2, BATCH, 1), generator=generator)
     ids = (first + (1 + distance % 3) * torch.arange(CONFIG.context + 1)) % CONFIG.vocab

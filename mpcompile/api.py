@@ -195,10 +195,10 @@ def _compiled(
         raise MPCompileError(
             "regional=True is about the modules of a model: give it to mpcompile(model)"
         )
-    anew = functools.partial(_compiled, model, settings, request, torch_compile_kwargs)
+    remake = functools.partial(_compiled, model, settings, request, torch_compile_kwargs)
     called = functools.partial(_after_call_of_function, model, settings, record.plans)
     compiled = _compiled_function(
-        model, options, torch_compile_kwargs, record, looking_for, called, anew
+        model, options, torch_compile_kwargs, record, looking_for, called, remake
     )
     records[compiled] = record
     return compiled
@@ -211,7 +211,7 @@ def _compiled_function(
     record: ModelRecord,
     looking_for: Callable[..., ProductsCheck] | None,
     called: Callable[[int], None],
-    anew: Callable[[], Any],
+    remake: Callable[[], Any],
 ) -> Callable[..., Any]:
     """A compiled function: as a whole with its backward and optimizers, where it goes backward."""
     check_torch()
@@ -229,7 +229,7 @@ def _compiled_function(
 
     if not goes_backward(function):
         return in_pieces(function)
-    return TrainStep(function, in_pieces, options, compile_kwargs, record.plans, called, anew)
+    return TrainStep(function, in_pieces, options, compile_kwargs, record.plans, called, remake)
 
 
 def _check_torch_compile(kwargs: Mapping[str, Any]) -> None:

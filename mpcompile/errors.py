@@ -37,7 +37,7 @@ def in_one_line(error: BaseException) -> str:
 
 
 def kind_of(value: object) -> str:
-    """What somebody handed over, for an error: `"Tensor"`, `"None"`, or `"class Net"`."""
+    """What someone handed over, for an error: `"Tensor"`, `"None"`, or `"class Net"`."""
     if value is None:
         return "None"
     return f"class {value.__name__}" if isinstance(value, type) else type(value).__name__

@@ -247,8 +247,8 @@ class Settings:
     )  # fmt: skip
     repair: bool = _switch(
         "once several steps of a training in a row were skipped, keep the operator that overflows "
-        "in FP32, and compile anew; 8 times at most. It acts where gradients are scaled, so not in "
-        "BF16."
+        "in FP32, and compile again; 8 times at most. It acts where gradients are scaled, so not "
+        "in BF16."
     )
     strict: bool = _switch(
         "raise where a graph can't be rewritten, instead of compiling it in FP32, and where "

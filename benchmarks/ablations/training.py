@@ -111,7 +111,7 @@ def _train(
 
 
 def _mixed(model: nn.Module, loss_scale: str | float) -> None:
-    torch._dynamo.reset()  # each run compiles anew: no limit on recompilations is reached
+    torch._dynamo.reset()  # each run compiles again: no limit on recompilations is reached
     # `eager` rounds exactly where the plan says so; a fused kernel may keep FP32 between.
     mpcompile(
         model, dtype=torch.float16, level="O1", loss_scale=loss_scale, emit="eager", strict=True

@@ -35,7 +35,7 @@ from benchmarks.fakecuda.launches import TENSORS, Launch, in_parts, launches, la
 
 
 class Counter:
-    """The kernels launched while somebody watches.
+    """The kernels launched while someone watches.
 
     Attributes:
         done: those of the last watch, in their order.

@@ -143,8 +143,8 @@ def _note_reads(device: FakeGPU) -> None:
 
 
 def let_fakes_be_masters() -> None:
-    """On a GPU the class of a parameter says whether somebody took its `.data`. A fake can't change
-    its class, and its copy in the low dtype would be written anew in every forward.
+    """On a GPU the class of a parameter says whether someone took its `.data`. A fake can't change
+    its class, and its copy in the low dtype would be written again in every forward.
     """
     refresh = WorkingCopy.refresh
 

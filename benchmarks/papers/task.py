@@ -192,7 +192,7 @@ def train(
 ) -> Outcome:
     """Train from a seed; `steps` in place of the task's."""
     start = time.perf_counter()
-    torch._dynamo.reset()  # each run compiles anew: no limit on recompilations is reached
+    torch._dynamo.reset()  # each run compiles again: no limit on recompilations is reached
     torch.manual_seed(seed)
     trainer = trainer_for(way, emit, device)
     training = task.start(trainer, seed)

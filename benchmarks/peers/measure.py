@@ -87,7 +87,7 @@ def measure_all(work: Work, device: torch.device) -> dict[str, Row]:
     """Task's name -> its row, one after the other."""
     rows = measure_some(work, device)
     if work.resumes:
-        shutil.rmtree(_folder(work, device))  # the next run measures anew
+        shutil.rmtree(_folder(work, device))  # the next run measures again
     return rows
 
 

@@ -18,7 +18,7 @@ _NOT_THEIRS = (Path(torch.__file__).parent, Path(__file__).parents[1])
 
 
 def why_it_ends(gm: fx.GraphModule) -> str | None:
-    """One sentence on why the program broke off behind a graph of Dynamo's; None if it returns.
+    """One sentence on why the program broke off after a graph of Dynamo's; None if it returns.
 
     For example "Failed to trace builtin operator: Dynamo does not know how to trace builtin
     operator `print` (model.py:12)".

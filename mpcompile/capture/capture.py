@@ -132,7 +132,7 @@ def _store_low(traced: fx.GraphModule, stored: Mapping[int, torch.Tensor]) -> No
     for i, fake in stored.items():
         set_stored(inputs[i], fake)
     if any(fake.dtype is torch.float16 for fake in stored.values()):
-        # The gradients that enter are multiplied by the loss scale behind the results: in FP16,
+        # The gradients that enter are multiplied by the loss scale after the results: in FP16,
         # small ones would be zero before. So results that need a gradient are FP32.
         known = traced.meta["mp_output_dtypes"]
         results: list[Any] = list(traced.graph.output_node().args[0])  # type: ignore[arg-type]

@@ -204,7 +204,7 @@ class _Live(fx.Interpreter):
                         set_inner_gradient(new)
                     if new.target is aten.detach.default and _detaches(node):
                         new.meta["mp_detaches"] = True
-        # What autograd made of a level behind its end, as the pullback of a vjp does.
+        # What autograd made of a level after its end, as the pullback of a vjp does.
         results = pytree.tree_map_only(
             torch.Tensor, unwrap_if_dead, [self.env[node] for node in self._stretch.outputs]
         )
@@ -287,5 +287,5 @@ def _detaches(node: fx.Node) -> bool:
 
 
 def _last_of(graph: fx.Graph, before: int) -> list[fx.Node]:
-    """The nodes behind the first `before` ones."""
+    """The nodes after the first `before` ones."""
     return list(itertools.islice(reversed(graph.nodes), len(graph.nodes) - before))

@@ -1,7 +1,7 @@
 """`.grad` of a parameter that a function writes in place under its name: `p -= lr * p.grad`.
 
 In Python, `p` is still the parameter. Dynamo takes the result for a tensor of its own: it forgets a
-`p.grad = None` behind it, so the next backward adds to a gradient that should be gone, and it reads
+`p.grad = None` after it, so the next backward adds to a gradient that should be gone, and it reads
 `p.grad` when the graph runs, not as the function has set it. Here the gradient of such a result is
 that of the input that was written, and a gradient that was set is read back as it was set.
 """

@@ -62,7 +62,7 @@ SCHEDULER_FORGETS_WRITES = TorchFault(
     name="Inductor's C++ forgets an order of writes",
     wrong="A value that was written in place (a scatter: the backward of max_pool2d) may be read "
     "before it is written, where Inductor aligns the loops of its reader with another node's. "
-    "Behind max_pool2d, the gradients of all convolutions are exactly 0.",
+    "After max_pool2d, the gradients of all convolutions are exactly 0.",
     since="2.12",
     until="2.14",
     way_round="`mpcompile/lower/write_order.py` puts the forgotten order back, in our compilations "

@@ -148,7 +148,7 @@ class MPCompileAccelerator(Accelerator):  # type: ignore[misc]
     def adopt(
         cls, accelerator: Accelerator, options: Mapping[str, Any], compile_optimizers: bool
     ) -> MPCompileAccelerator:
-        """Make one of an Accelerator that somebody else has just made, without mixed precision.
+        """Make one of an Accelerator that someone else has just made, without mixed precision.
 
         Raises:
             MPCompileError: see the class.

@@ -34,9 +34,9 @@ from ..torch_inside.names import FakeTensor, TracingContext, tracing
 
 __all__ = ["finalize"]
 
-# Export's note behind each cast of what it found there; the passes may decide otherwise.
+# Export's note after each cast of what it found there; the passes may decide otherwise.
 _SAYS_DTYPE = aten._assert_tensor_metadata.default
-_LOW = "_low"  # behind the name of a weight that is read in FP32 as well
+_LOW = "_low"  # after the name of a weight that is read in FP32 as well
 
 
 def finalize(

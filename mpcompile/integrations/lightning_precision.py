@@ -19,7 +19,7 @@ from ..optim import MPOptimizer
 from ..runtime.records import loss_scale_of
 from ..torch_inside.modules import compiled_call
 
-# The modules that a plugin has compiled: another Trainer's may compile them anew.
+# The modules that a plugin has compiled: another Trainer's may compile them again.
 _by_plugins: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 

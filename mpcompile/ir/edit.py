@@ -106,7 +106,7 @@ def after(node: fx.Node) -> fx.Node:
 
 
 def add_input(graph: fx.Graph, name: str, val: torch.Tensor, like: fx.Node) -> fx.Node:
-    """Add an input behind the last one; autograd tracks it if it tracks `like`."""
+    """Add an input after the last one; autograd tracks it if it tracks `like`."""
     last = graph.find_nodes(op="placeholder")[-1]
     with graph.inserting_after(last):
         node = graph.placeholder(name)

@@ -50,8 +50,8 @@ class GraphInputs:
         inputs = graph.find_nodes(op="placeholder")
         scaled = any(node.target == SCALE for node in inputs)
         copies = {k: of for k, node in enumerate(inputs) if (of := copy_of(node)) is not None}
-        behind = sum(k != of for k, of in copies.items())
-        given = len(inputs) - behind - 2 * scaled
+        appended = sum(k != of for k, of in copies.items())
+        given = len(inputs) - appended - 2 * scaled
         names = tuple(node.name for node in inputs[:given])
         written = frozenset(i for i, node in enumerate(inputs[:given]) if is_mutable(node))
         return cls(given, copies, scaled, names, written)
@@ -66,8 +66,8 @@ class GraphInputs:
             copies: working copies, in the order of `self.copies`.
             scaling: the loss scale and the overflow leaf, if the graph is scaled.
         """
-        behind = [copy for k, copy in zip(self.copies, copies, strict=True) if k >= self.given]
-        inputs = [*given, *behind, *scaling]
+        appended = [copy for k, copy in zip(self.copies, copies, strict=True) if k >= self.given]
+        inputs = [*given, *appended, *scaling]
         for k, copy in zip(self.copies, copies, strict=True):
             inputs[k] = copy
         return inputs

@@ -61,7 +61,7 @@ FORCE_STRIDES = "prims::inductor_force_stride_order"
 
 
 def laid_channels_last(image: fx.Node) -> fx.Node:
-    """Insert behind a 4-d value the same one with its channels innermost, as Inductor lowers it.
+    """Insert after a 4-d value the same one with its channels innermost, as Inductor lowers it.
     Channels, height and width are numbers. Returns that node, which nothing reads yet.
     """
     strides = torch.empty_like(value(image), memory_format=torch.channels_last).stride()

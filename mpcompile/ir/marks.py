@@ -237,7 +237,7 @@ def is_cast(node: fx.Node) -> bool:
 
 
 def copies_for_overlap(node: fx.Node) -> bool:
-    """Whether the node, behind any loss scaling, copies a result that overlaps (copy_overlaps)."""
+    """Whether the node, after any loss scaling, copies a result that overlaps (copy_overlaps)."""
     while role(node) is Role.SCALE:
         node = node.all_input_nodes[0]
     return role(node) is Role.COPY

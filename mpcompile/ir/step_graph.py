@@ -52,7 +52,7 @@ def become_tensor(node: fx.Node) -> None:
 
 
 def add_slot(graph: fx.Graph, wanted: Slot, value: torch.Tensor) -> fx.Node:
-    """Add an input behind the last one."""
+    """Add an input after the last one."""
     last = graph.find_nodes(op="placeholder")[-1]
     with graph.inserting_after(last):
         node = graph.placeholder(str(wanted))

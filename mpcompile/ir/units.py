@@ -38,7 +38,7 @@ from ..torch_inside.tensors import function_of
 from .fakes import like
 from .inputs import GraphInputs
 
-# A node of autograd's graph. Python makes the object anew unless it is referenced: we keep all.
+# A node of autograd's graph. Python makes the object again unless it is referenced: we keep all.
 GradFn = Any
 
 
@@ -123,7 +123,7 @@ class History(fx.Interpreter):
         return not ir.memory(self.env[a]).isdisjoint(ir.memory(self.env[b]))
 
     def _note(self, values: Any) -> set[GradFn]:
-        """Note which node of the graph made the nodes of autograd's graph behind some values;
+        """Note which node of the graph made the nodes of autograd's graph after some values;
         returns the new ones.
         """
         new: set[GradFn] = set()

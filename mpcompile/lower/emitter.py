@@ -147,7 +147,7 @@ def _untouched(
 ) -> Callable[..., Any]:
     """Compile Dynamo's graph, cut at its RNNs where possible: it must be compiled in any case.
 
-    Under autocast an RNN may return another dtype than its input has, so the code behind it can't
+    Under autocast an RNN may return another dtype than its input has, so the code after it can't
     be compiled before the RNN has run.
     """
     if why_off(Part.RECURRENT) is not None and any(n.target in PACKETS for n in gm.graph.nodes):
@@ -193,7 +193,7 @@ def _inductor(
         asked = verify or Verify(first=False)
         return lambda gm, inputs: compile_verified(gm, inputs, whole.config, asked)
     compiler = functools.partial(compile_fx, inner_compile=inner, config_patches=whole.config)
-    # The backward is handed to `inner` now, not when somebody calls `backward()`.
+    # The backward is handed to `inner` now, not when someone calls `backward()`.
     eager = names.aot_settings(enable_autograd_cache=False, force_non_lazy_backward_lowering=True)
     return eager(compiler)  # type: ignore[no-any-return]
 

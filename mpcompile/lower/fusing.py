@@ -3,10 +3,10 @@
 The RNN runs on the device's own kernel whatever is done with the rest, and a compiled piece costs a
 call of its own in the forward and in the backward. What it gains is that its elementwise operators,
 fused, don't write each result to memory. So an embedding or a linear layer beside an RNN is faster
-op by op, a sampled softmax behind it or masked convolutions before it are faster compiled (on a
+op by op, a sampled softmax after it or masked convolutions before it are faster compiled (on a
 CPU: `python -m benchmarks run peers`, the LSTM with attention, the big LSTM, Deep Speech 2).
 
-A dropout behind an RNN is faster op by op, too: Inductor's C++ draws random numbers one at a time,
+A dropout after an RNN is faster op by op, too: Inductor's C++ draws random numbers one at a time,
 torch's kernel many (torch 2.13).
 """
 

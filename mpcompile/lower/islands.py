@@ -82,7 +82,7 @@ def has_rnn(gm: fx.GraphModule) -> bool:
 
 
 def pieces(graph: fx.Graph, apart: Callable[[fx.Node], bool]) -> list[list[fx.Node]]:
-    """The operators before, between and behind RNNs, as they are compiled together.
+    """The operators before, between and after RNNs, as they are compiled together.
 
     Args:
         apart: see `compile_around_rnns`.

@@ -2,7 +2,7 @@
 
 Inductor runs the first as its `joint_custom_post_pass`: on the joint graph of forward and backward,
 after its own passes on it, so GEMMs are already padded and chains of casts merged. Those for the
-halves run behind the partitioner, which its `custom_partitioner_fn` calls; the last ones as its
+halves run after the partitioner, which its `custom_partitioner_fn` calls; the last ones as its
 `post_grad_custom_post_pass`, on a graph that is about to be lowered. Their source is part of the
 key of Inductor's caches. No global setting is changed.
 """
@@ -64,7 +64,7 @@ class JointPasses:
     Attributes:
         joint: for the joint graph, in their order.
         halves: for the forward and the backward that become of it.
-        lowered: for the graph behind Inductor's own passes, as it is lowered.
+        lowered: for the graph after Inductor's own passes, as it is lowered.
         keeps_casts: whether the backward gets the low casts of weights that the partitioner keeps
             for it, unless the program has a checkpoint: 2 bytes an element until then. Else it
             casts the weights again, which is 6 bytes of traffic an element, and a launch.
@@ -115,7 +115,7 @@ def joint_passes(
 def with_joint_passes(
     options: Mapping[str, Any] | None, passes: JointPasses
 ) -> dict[str, Any] | None:
-    """Inductor's options with `passes` added, behind the user's own passes if there are any.
+    """Inductor's options with `passes` added, after the user's own passes if there are any.
 
     `options` is as torch.compile takes it. No pass for the joint graph is added for code that can't
     call `mm` with an FP32 output: C++ wrappers, and GEMM backends without ATen. Images are not laid
@@ -129,17 +129,17 @@ def with_joint_passes(
 
     backends = str(setting("max_autotune_gemm_backends")).upper()
     if passes.joint and not setting("cpp_wrapper") and "ATEN" in backends:
-        given[OPTION] = behind(setting(OPTION), passes.joint)
+        given[OPTION] = appended(setting(OPTION), passes.joint)
     refused = () if setting("layout_optimization") else _LAYOUTS
     refused = (*refused, *_WITH_OPERATORS) if setting("cpp_wrapper") else refused
     if lowered := [one for one in passes.lowered if one not in refused]:
-        given[LOWERED] = behind(setting(LOWERED), lowered)
+        given[LOWERED] = appended(setting(LOWERED), lowered)
     if passes.halves:
         given[PARTITIONER] = AndThen(setting(PARTITIONER), passes.halves, passes.keeps_casts)
     return given or None
 
 
-def behind(theirs: Any, passes: Sequence[JointPass]) -> InOrder:
+def appended(theirs: Any, passes: Sequence[JointPass]) -> InOrder:
     """The user's pass or passes, if there are any, and then ours."""
     theirs = theirs or ()
     theirs = theirs if isinstance(theirs, (list, tuple)) else (theirs,)

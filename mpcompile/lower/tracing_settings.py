@@ -3,7 +3,7 @@
 * `allow_rnn`: at an `nn.RNN`, `LSTM` or `GRU` Dynamo breaks the graph unless it is set. If it were
   always set, Dynamo would unroll the layers of other compiled models over time.
 * `allow_unspec_int_on_nn_module`: a number that a module reads and that changes, such as a count of
-  its calls, becomes an input of the graph. Otherwise each value compiles it anew.
+  its calls, becomes an input of the graph. Otherwise each value compiles it again.
 * `capture_dynamic_output_shape_ops`: operators whose result's size depends on values (`x[mask]`,
   `torch.where(mask)`) stay in the graph. At each of them Dynamo would break it; in a loop, as over
   the experts of a mixture, it would leave the whole frame to Python. Not every graph with such a
@@ -163,7 +163,7 @@ def check_set() -> None:
     if _thread.wanted and not _thread.is_set:
         _enter()
         _thread.is_late = True
-        raise _anew()
+        raise _again()
 
 
 def take_back() -> None:
@@ -208,8 +208,8 @@ def _close() -> None:
     _thread.setting.close()
 
 
-def _anew() -> RestartAnalysis:
-    """Of the errors by which Dynamo traces anew, the one that a backend may raise."""
+def _again() -> RestartAnalysis:
+    """Of the errors by which Dynamo traces again, the one that a backend may raise."""
     return names.TensorifyScalarRestartAnalysis()
 
 
@@ -234,7 +234,7 @@ def or_broken(gm: fx.GraphModule) -> Iterator[None]:
             raise
         broken = dynamo_config.patch(dict.fromkeys(VALUE_SIZES, False))
         _thread.setting.enter_context(broken)
-        raise _anew() from None
+        raise _again() from None
 
 
 def _has_value_sizes(graph: fx.Graph) -> bool:

@@ -8,8 +8,8 @@ that of `-ffp-contract`.
 
 A buffer that is written in place (a scatter, as in the backward of a pool) has a new name in the
 scheduler after each write, so that a reader depends on the write before it. Inductor's C++ works
-out a node's reads anew when it aligns the loops of two nodes to fuse them, and then finds the
-buffer under its first name: the write may be put behind the read (`SCHEDULER_FORGETS_WRITES`). Here
+out a node's reads again when it aligns the loops of two nodes to fuse them, and then finds the
+buffer under its first name: the write may be put after the read (`SCHEDULER_FORGETS_WRITES`). Here
 every node of one compilation puts back what it knew, as torch does from 2.14 on. The code is the
 same where nothing was forgotten, so this costs nothing.
 
@@ -31,7 +31,7 @@ from ..devices.torch_faults import (
 from ..passes.joint.order_pools import order_pools
 from ..passes.joint.widen_maxima import widen_maxima
 from ..torch_inside import inductor, names
-from .joint import LOWERED, behind
+from .joint import LOWERED, appended
 
 
 def inductor_for(mode: str | None, options: Mapping[str, Any] | None) -> Any:
@@ -48,7 +48,7 @@ def _kept(options: Mapping[str, Any] | None) -> dict[str, Any] | None:
         given[inductor.PRE_FUSION] = KeepOrder(theirs)
     faults = {order_pools: POOLS_COUNT_OTHERWISE, widen_maxima: MAXIMA_DECLARED_TWICE}
     if passes := [pass_ for pass_, fault in faults.items() if fault.is_here()]:
-        given[LOWERED] = behind(given.get(LOWERED, inductor.setting(LOWERED)), passes)
+        given[LOWERED] = appended(given.get(LOWERED, inductor.setting(LOWERED)), passes)
     if GCC_MISCOPIES_TILES.is_here() and miscopies_tiles():
         contract = str(given.get(_CONTRACT, inductor.setting(_CONTRACT)))
         if GCC_FLAG not in contract:
@@ -84,7 +84,7 @@ class KeepOrder(names.CustomSchedulerPass):
 
 
 def _keep(node: Any) -> None:
-    """Let the node put back its dependencies after it has worked out its reads anew."""
+    """Let the node put back its dependencies after it has worked out its reads again."""
     kinds = (names.StarDep, names.WeakDep)
 
     def keeping(compute: Callable[..., None]) -> Callable[..., None]:

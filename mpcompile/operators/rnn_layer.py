@@ -3,7 +3,7 @@
 Torch's own operators are made for autograd, which asks less of them than a graph does:
 
 * `aten::mkldnn_rnn_layer` makes the workspace that its backward needs only in grad mode, and its
-  fake has no bytes in it: so ours has a size of 0, too, and the bytes are behind that (Inductor of
+  fake has no bytes in it: so ours has a size of 0, too, and the bytes are after that (Inductor of
   2.14 looks at the size);
 * `aten::mkldnn_rnn_layer_backward` returns gradients of weights in other strides than its fake, and
   FP32 gradients of BF16, which the fake of torch 2.12 says are BF16: Inductor's kernels would read

@@ -14,7 +14,7 @@ elementwise.py    whether it may run on shards of parameters
 kinds.py          which parameters it does the same to, and their graph
 pipeline.py       the passes of `passes/step`, in order
 updates.py        what it does to the parameters: traced, and rewritten
-held_settings.py  which settings it reads anew each time
+held_settings.py  which settings it reads again each time
 traced_step.py    a step as graphs, and what it keeps
 decide.py         whether to skip, by what to clip, how the loss scales move
 compiled.py       a graph becomes a function

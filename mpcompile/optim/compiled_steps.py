@@ -6,7 +6,7 @@
                or where what is done to a parameter depends on others, for each pattern
     none       many were compiled, and none fits: the step runs operator by operator
 
-A setting that changes compiles the same step anew, and counts as none of these.
+A setting that changes compiles the same step again, and counts as none of these.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class CompiledSteps:
         self.forget()
 
     def forget(self) -> None:
-        """Compile anew what is needed: the state is another one."""
+        """Compile again what is needed: the state is another one."""
         self._steps: dict[StepKey, CompiledStep] = {}
         self._kinds: Updates | None = None  # the last that were traced
         self._patterns = 0  # for how many something was traced
@@ -185,7 +185,7 @@ class CompiledSteps:
                 self._warn_once(
                     "settings",
                     f"MPOptimizer: {names} changed between steps and can't be an input of the "
-                    f"compiled step ({error}): each new value compiles it anew. Keep it constant "
+                    f"compiled step ({error}): each new value compiles it again. Keep it constant "
                     "(OneCycleLR: cycle_momentum=False)",
                 )
         return traced(frozenset())

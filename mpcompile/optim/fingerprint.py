@@ -92,7 +92,7 @@ class Alike:
     Args:
         tensors: they, as they are now; they aren't kept.
         asks: what must not change, of those above: torch's guards know these. Where one differs,
-            those behind it are not asked for.
+            those after it are not asked for.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor], *asks: _Ask) -> None:

@@ -1,4 +1,4 @@
-"""Settings of param groups that a compiled step reads anew each time."""
+"""Settings of param groups that a compiled step reads again each time."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ master; here it is the copy, and its master is in the optimizer's state, beside 
 
 What others write to the parameter stays: `load_state_dict`, an initialiser, a write through
 `p.data`. The step compares each element with the master. Where the master, rounded, is another
-number, somebody has written the parameter, and the master takes its value. So nobody has to notice
+number, someone has written the parameter, and the master takes its value. So nobody has to notice
 when it happens; and whoever puts back what the step had written (weights that were swapped for an
 evaluation) loses nothing.
 """
@@ -65,7 +65,7 @@ def make_masters(optimizer: Optimizer, params: Iterable[torch.Tensor]) -> None:
 
 
 def follow(params: Sequence[torch.Tensor], masters: Sequence[torch.Tensor]) -> None:
-    """Give masters the values that somebody else than a step has written to their parameters."""
+    """Give masters the values that someone else than a step has written to their parameters."""
     for param, master in zip(params, masters, strict=True):
         master.copy_(torch.where(master.to(param.dtype) == param, master, param.float()))
 

@@ -90,7 +90,7 @@ class OfStep(Fingerprint):
     """What the graph of a step was made from.
 
     Args:
-        traced: it, before any pass; None: a kernel of torch's reads the settings anew.
+        traced: it, before any pass; None: a kernel of torch's reads the settings again.
         settings: those that the graph takes as inputs; others are its `constants`.
     """
 

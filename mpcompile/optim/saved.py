@@ -100,7 +100,7 @@ def load_checked(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
     if is_zero(optimizer):  # each rank loads a part
         optimizer.load_state_dict(state_dict)
         return
-    # Behind the user's own hooks, which may rewrite the state, and before torch changes anything.
+    # After the user's own hooks, which may rewrite the state, and before torch changes anything.
     handle = optimizer.register_load_state_dict_pre_hook(_check)
     try:
         with in_fp32(optimizer):  # torch casts state to the dtype of its parameter

@@ -253,7 +253,7 @@ def _nothing_else(optimizer: Optimizer) -> Iterator[None]:
                     del table[key]
                 table.update(before[name])
     if draws:
-        raise CannotRewrite("it draws from `random`, in every step anew")
+        raise CannotRewrite("it draws from `random`, in every step again")
     for name, values in before.items():
         _refuse_changes(f"attribute {name!r} with", values, after[name])
 

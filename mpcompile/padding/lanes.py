@@ -185,7 +185,7 @@ def _shapes(node: fx.Node) -> tuple[tuple[Size, ...], tuple[Size, ...]]:
 
 def _reshaped(node: fx.Node) -> dict[int, int]:
     """The dimensions that a view neither merges nor splits: those with as many elements before
-    them, and as many behind them, in both shapes.
+    them, and as many after them, in both shapes.
 
     Only dimensions whose new size is a number in the call: that number gets replaced.
     """

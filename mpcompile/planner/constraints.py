@@ -167,7 +167,7 @@ class Constraints:
 
     def _read_exactly(self, node: fx.Node) -> bool:
         """Whether an FP32 operator reads the value, or something computed from it without a LOW
-        operand: a logarithm behind a softmax. It must not read values that underflowed.
+        operand: a logarithm after a softmax. It must not read values that underflowed.
         """
 
         def beside_nothing_low(reader: fx.Node) -> bool:

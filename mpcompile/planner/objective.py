@@ -85,7 +85,7 @@ class Objective:
         costs = Costs()
         node = item.node if isinstance(item, Rounded) else item
         if ir.kind(node) is Kind.VIEW:
-            # If a cast may come before or behind a view, put it before: once for all views.
+            # If a cast may come before or after a view, put it before: once for all views.
             costs.full["view"] = elements(node) // 2 if self._shows_full(node) else 1
             return costs
         if (times := seconds(node, self.config)) is not None:

@@ -71,7 +71,7 @@ PASSES: tuple[Pass, ...] = (
     narrow_softmax,  # after place_casts: it looks for a cast that rounds a softmax's result
     keep_compared,  # after narrow_softmax, which looks for the cast that this one would read
     keep_buffers_finite,  # after plan: it asks what is low
-    plan_pads,  # decides the padded sizes; after place_casts, so that pads stand behind casts
+    plan_pads,  # decides the padded sizes; after place_casts, so that pads stand after casts
     place_pads,  # before read_copies: a copy may be stored padded
     read_copies,  # replaces casts of parameters by copies, whose gradients leave the graph scaled
     copy_overlaps,  # before scale_gradients: the copies that it makes are results like any other
@@ -82,7 +82,7 @@ PASSES: tuple[Pass, ...] = (
 
 
 # What `disable_passes=` takes: passes whose absence leaves the graph legal and its gradients right.
-# A pass that is in neither table can't be disabled: somebody must first find out what that means.
+# A pass that is in neither table can't be disabled: someone must first find out what that means.
 MAY_BE_DISABLED: Mapping[str, str] = {
     "drop_noop_casts": "a cast to FP32 that the capture left stays, and ends a chain in low",
     "functionalize": "what is written in place keeps its FP32, and so does all that shares its "

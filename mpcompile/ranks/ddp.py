@@ -22,7 +22,7 @@ from ..torch_inside.distributed import is_joined, parameters_of, reduces_in_pyth
 from ..torch_inside.tensors import call_after_backward
 
 # A callback at the end of a backward may queue another. DDP's own finalizer is queued during the
-# backward, or by a callback (static_graph, in its first backward): so ours comes behind it.
+# backward, or by a callback (static_graph, in its first backward): so ours comes after it.
 _HOPS = 3
 
 # The groups of modules: see `hold_group`.
@@ -101,7 +101,7 @@ def reduced_parameters(module: DistributedDataParallel) -> list[torch.nn.Paramet
 
 
 def after_reduction(function: Callable[[], None]) -> None:
-    """Call `function` at the end of the backward that is running, behind DDP's own callbacks."""
+    """Call `function` at the end of the backward that is running, after DDP's own callbacks."""
 
     def hop(left: int) -> None:
         if left:

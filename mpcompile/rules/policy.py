@@ -157,7 +157,7 @@ class Policy:
     keep: frozenset[str] = frozenset()
     modules: Mapping[str, Precision] = field(default_factory=dict)
     nodes: Mapping[str, Precision] = field(default_factory=dict)
-    # node -> why it is there, where somebody else than the user put it there; not compared
+    # node -> why it is there, where someone else than the user put it there; not compared
     reasons: Mapping[str, str] = field(default_factory=dict, compare=False)
     # ("modules" or "nodes", key) -> the low dtype that the user named
     low_dtypes: Mapping[tuple[str, str], torch.dtype] = field(default_factory=dict)
@@ -219,7 +219,7 @@ class Policy:
 
         Args:
             path: ends in `.toml` or `.json`; a file that is there is replaced.
-            comments: key of `modules` or `nodes` -> why it is there: a comment behind that line in
+            comments: key of `modules` or `nodes` -> why it is there: a comment after that line in
                 TOML; left out of JSON, which has none. The reasons of pins are comments anyway.
 
         Raises:

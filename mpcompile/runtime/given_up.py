@@ -46,7 +46,7 @@ _state = _Compiled()
 
 
 def compiled(code: CodeType | None, *, strict: bool) -> None:
-    """Note that a graph of this code was compiled by us. Behind a graph break, the function's own
+    """Note that a graph of this code was compiled by us. After a graph break, the function's own
     code counts as well: it may have no graph before, and without it the break isn't reached.
     """
     for one in () if code is None else (code, whole_of(code)):

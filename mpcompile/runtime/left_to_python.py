@@ -93,8 +93,8 @@ class ProductsCheck:
     Attributes:
         due: whether the next call may be looked at.
         again: whether the last call's modules have been given entries: the next one is looked at
-            anew, and what is compiled may differ.
-        entries: each gives a module that was found its entry, anew.
+            again, and what is compiled may differ.
+        entries: each gives a module that was found its entry, again.
 
     Args:
         compiled: a module or a function.
@@ -102,7 +102,7 @@ class ProductsCheck:
         plans: of the graphs compiled so far.
         dtype: what the user asked for; None: "auto".
         strict: whether it is an error if products run outside of all graphs.
-        called: called behind the first training call that was looked at, with the stack level of
+        called: called after the first training call that was looked at, with the stack level of
             whoever made it.
     """
 

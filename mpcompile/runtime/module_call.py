@@ -7,11 +7,11 @@ doesn't do.
 * Recurrent layers break the graph unless that is prevented (`lower/tracing_settings.py`).
 * Half inputs to FP32 layers fail before a backend sees them. They are widened, which is exact; the
   first LOW op narrows them again (`half_inputs.py`).
-* Somebody may replace the module's forward by one under autocast: refused (`scaling/foreign.py`).
+* Someone may replace the module's forward by one under autocast: refused (`scaling/foreign.py`).
 * Dynamo guards neither on the module's own hooks nor on which optimizer holds its parameters. So
-  the module is compiled anew when its hooks change, and when an `MPOptimizer` takes over parameters
-  of an O2 model.
-* Within what somebody else compiles, Dynamo would inline the module, and take no notice of us: the
+  the module is compiled again when its hooks change, and when an `MPOptimizer` takes over
+  parameters of an O2 model.
+* Within what someone else compiles, Dynamo would inline the module, and take no notice of us: the
   graph ends at it.
 * FSDP2 gathers parameters in hooks that no graph can hold (`sharded_call.py`).
 * TorchScript's tracer, and the ONNX exporter above it, refuse what Dynamo compiled: they get the
@@ -144,7 +144,7 @@ class ModuleCall:
         self._forward: Any = None
         self._look_at_forward()
         self._sharded = self._sharded_now()
-        self._engines: Any = None  # asked anew at the first call, whatever has changed
+        self._engines: Any = None  # asked again at the first call, whatever has changed
         self._compiled = self._compile(divides=False)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -180,7 +180,7 @@ class ModuleCall:
         return result
 
     def _look_at_dtype(self) -> None:
-        """Learn anew what follows from the module's dtype, which a cast of the module changes."""
+        """Learn again what follows from the module's dtype, which a cast of the module changes."""
         self._dtype = self._sample.dtype if self._sample is not None else None
         self._widens, self._checked = widens_inputs(self._module), False
 
@@ -196,7 +196,7 @@ class ModuleCall:
             if compiled_call(part) is None:
                 self._compile_part(part)
         for enter in self._looking.entries if self._looking is not None else ():
-            enter()  # anew, as the module itself
+            enter()  # again, as the module itself
         if fsdp.is_sharded(module) and self._method is None:
             return between_hooks(module, self._traced(own_forward(module)))
         return self._traced(self._method or plain_call(type(module)))
@@ -243,7 +243,7 @@ class ModuleCall:
         ends = [self._regions.ending_graphs] if self._regions is not None else []
         run = running(compiled, own, *ends, looking=looking, **settings_for(self._module))
         # In an attribute of an object, Dynamo takes a wrapper that has this mark for the function
-        # below it: within a function that somebody else compiles, it would skip `run`.
+        # below it: within a function that someone else compiles, it would skip `run`.
         vars(run).pop("_torchdynamo_inline", None)
         return run
 
@@ -257,9 +257,9 @@ class ModuleCall:
             owners = self._owners_now()
             if owners != self._owners:  # read the new MPOptimizer's copies
                 self._owners, stale = owners, True
-        return self._is_sharded_anew() or stale
+        return self._is_sharded_again() or stale
 
-    def _is_sharded_anew(self) -> bool:
+    def _is_sharded_again(self) -> bool:
         """Whether an engine has taken charge of the module, or of parts of it."""
         if torch.compiler.is_dynamo_compiling() or (
             self._engines == (engines := fsdp.engines(self._module))

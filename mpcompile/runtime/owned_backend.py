@@ -31,7 +31,7 @@ _THEIRS, _ENOUGH = 8, 32
 _ISOLATES = "isolate_recompiles" in inspect.signature(torch.compile).parameters  # not in torch 2.12
 
 # Codes of which a graph was compiled -> the functions in whose calls that was. Beside a model's own
-# code these are what runs behind a break, and methods whose callers broke; these are shared.
+# code these are what runs after a break, and methods whose callers broke; these are shared.
 _users: Any = WeakIdKeyDictionary()
 
 

@@ -69,7 +69,7 @@ def _repeated(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _is_taken(module: nn.Module) -> bool:
-    """Whether somebody else says how the module is compiled: the user, or FSDP's hooks."""
+    """Whether someone else says how the module is compiled: the user, or FSDP's hooks."""
     return compiled_call(module) is not None or fsdp.is_sharded(module)
 
 
@@ -171,7 +171,7 @@ class Regions:
         backend: Function,
         compiled: Callable[[type[nn.Module], Function], Function],
     ) -> None:
-        """Give the modules their calls, anew if they have some.
+        """Give the modules their calls, again if they have some.
 
         Args:
             backend: takes a graph and its inputs.

@@ -2,7 +2,7 @@
 
 The next call of each graph is noted: its inputs, its random numbers, and the gradients that enter
 its results. After its step, the rewritten graph and the captured one run on that, node by node:
-what fits FP32 and not the low dtype is pinned, and the graph is compiled anew.
+what fits FP32 and not the low dtype is pinned, and the graph is compiled again.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class Repairable:
 
     Args:
         planned: the graph, its plan, and the copies of it that are run node by node.
-        code: the user's code that Dynamo made it of, which is traced anew for a repair; None if
+        code: the user's code that Dynamo made it of, which is traced again for a repair; None if
             that isn't known.
     """
 
@@ -154,7 +154,7 @@ class _Call:
             low = self._run(planned.rewritten, len(self._inputs), scaling)
             full = self._run(planned.captured, captured)
             found = find(GraphRuns(planned.rewritten.graph, planned.plan, low, full, scale=at))
-        except Exception as error:  # of ours, or no memory, in the middle of somebody's training
+        except Exception as error:  # of ours, or no memory, in the middle of someone's training
             text = "a call can't be run node by node, so nothing is repaired: %(error)s"
             why = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
             logs.event("repair", logging.WARNING, "unread", text, error=why)

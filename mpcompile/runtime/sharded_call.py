@@ -44,7 +44,7 @@ def ends_graph(call: Function) -> Function:
 @contextlib.contextmanager
 def _replaced(module: nn.Module, forward: Function) -> Iterator[None]:
     """While this lasts, `module.forward` is another function. It goes back to what it was: a module
-    that somebody pickles, copies or asks for its forward is as it was.
+    that someone pickles, copies or asks for its forward is as it was.
     """
     attributes = vars(module)
     own = attributes.get("forward")

@@ -13,7 +13,7 @@ arrived (`scaling/async_read.py`). Nothing waits, but for finding a name once so
 look is taken when it costs less than a thousandth of the time since the last one: in each step of a
 tenth of a second, in fewer of shorter ones.
 
-A single bad batch is no news: the step behind it is looked at, too, and must be bad as well.
+A single bad batch is no news: the step after it is looked at, too, and must be bad as well.
 Tensors of several elements are no losses: minus infinity in them is how attention and logits are
 masked. A graph that multiplies by a loss scale is left to that one, which skips steps and speaks
 by itself.

@@ -88,7 +88,7 @@ def _metrics(module: nn.Module) -> list[Any]:
 
 
 def _keep_out_of_graphs(metrics: list[Any]) -> None:
-    """Let metrics run as they are: their lists and counters would compile a step anew and anew."""
+    """Let metrics run as they are: their lists and counters would compile each step again."""
     for metric in metrics:
         if compiled_call(metric) is None:
             set_compiled_call(metric, torch.compiler.disable(plain_call(metric)))
@@ -244,7 +244,7 @@ class _Logs:
                 getattr(self._module, name)(*args, **kwargs)
 
     def _set_aside(self) -> None:
-        """A compiled step begins with an empty list: for another length it is compiled anew."""
+        """A compiled step begins with an empty list: for another length it is compiled again."""
         self._before += self._noted
         self._noted.clear()
 

@@ -93,7 +93,7 @@ def _warn_of_replaced(module: nn.Module) -> None:
     name = type(module).__name__
     warnings.warn(
         f"mpcompile: {name}.compile() was called after mpcompile() and took its place: the module "
-        "runs in FP32 from now on. Leave it out, or call mpcompile(model) behind it",
+        "runs in FP32 from now on. Leave it out, or call mpcompile(model) after it",
         MPCompileWarning,
         stacklevel=6,  # where the user calls `compile`
     )

@@ -4,7 +4,7 @@
     optimizers.py        one `OptimizerState` for each optimizer of the process
     copies.py            the working copies, in the low dtype, that O2's graphs read
     low_gradients.py     how the gradients of such copies are stored, and hidden from Dynamo
-    foreign.py           notices somebody else's loss scale or autocast
+    foreign.py           notices someone else's loss scale or autocast
     loss_scale.py        `LossScale`: what a user configures, reads and saves; it consists of
       live_scale.py        its current values, when they move, and the log of that
       overflows.py         the count of backward passes that overflowed

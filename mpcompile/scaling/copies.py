@@ -12,9 +12,9 @@ counter. Torch increments the counter at every write in place: load_state_dict, 
 another optimizer, an EMA that copies under no_grad. A write through `p.data` doesn't increment it,
 nor does one by another tensor over the same memory (parameters that are parts of one flat buffer),
 or by another process. So a master's class is `MasterWeight`, an nn.Parameter that notes each access
-to its `.data`. Its copy is then cast anew before the next forward, and before each one while the
-tensor from `.data` exists. Before each forward is cast anew, too, the copy of a parameter that
-doesn't hold its memory alone, and of one that has a class of somebody's own, which it keeps.
+to its `.data`. Its copy is then cast again before the next forward, and before each one while the
+tensor from `.data` exists. Before each forward is cast again, too, the copy of a parameter that
+doesn't hold its memory alone, and of one that has a class of someone's own, which it keeps.
 (Writes through a view of the tensor from `.data` that outlives it, or through NumPy, go unnoticed.)
 """
 
@@ -122,7 +122,7 @@ class WorkingCopy:
         return self._seen != _state(master) or self._is_exposed(master)
 
     def refresh(self, master: torch.Tensor) -> None:
-        """Cast the copy anew if the master may have changed since it was written."""
+        """Cast the copy again if the master may have changed since it was written."""
         if not self.is_stale(master):
             return  # as mostly: each forward asks this of each parameter
         # If `.data` was only read: autograd saved the copy in a forward whose backward is to come,
@@ -287,7 +287,7 @@ class Reader:
 
 
 def _padded(x: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    """A tensor in this shape: zeros behind it, or without its last elements."""
+    """A tensor in this shape: zeros after it, or without its last elements."""
     by = [size - has for size, has in zip(shape, x.shape, strict=True)]
     return F.pad(x, [n for change in reversed(by) for n in (0, change)])
 
@@ -362,5 +362,5 @@ class _ReadCopies(torch.autograd.Function):
         if ctx.scale is not None and true:
             ctx.reader.scale.overflows.saw(true)
         if not keeps_graph():
-            ctx.scale = None  # as autograd frees what is saved, even if somebody keeps a loss
+            ctx.scale = None  # as autograd frees what is saved, even if someone keeps a loss
         return (None, None, *results)

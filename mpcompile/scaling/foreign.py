@@ -1,4 +1,4 @@
-"""Somebody else's mixed precision around a compiled model: a GradScaler, or autocast.
+"""Someone else's mixed precision around a compiled model: a GradScaler, or autocast.
 
 A framework brings them along when it is told to train in FP16 or BF16. Nobody is to get two loss
 scales, or dtypes chosen twice, without a word:
@@ -74,12 +74,12 @@ def _scaler_that_steps() -> Any:
 
 
 def replaced_forward(module: nn.Module) -> Callable[..., Any] | None:
-    """The `forward` that somebody has set on this very module, or None."""
+    """The `forward` that someone has set on this very module, or None."""
     return vars(module).get("forward")
 
 
 def refuse_autocast_forward(module: nn.Module) -> None:
-    """Refuse a module whose forward somebody has replaced by one under autocast."""
+    """Refuse a module whose forward someone has replaced by one under autocast."""
     forward: Any = replaced_forward(module)
     while forward is not None:
         for autocast in _autocasts(getattr(forward, "__func__", forward)):
@@ -102,7 +102,7 @@ def _autocasts(function: Any) -> list[Any]:
 
 def is_under_autocast() -> bool:
     """Whether the caller of this has autocast on. (Not asked while Dynamo traces the call into a
-    graph of somebody else's.)
+    graph of someone else's.)
     """
     return not torch.compiler.is_dynamo_compiling() and autocast_is_on()
 

@@ -179,7 +179,7 @@ def say_no_gradient(optimizer: Optimizer, stacklevel: int) -> None:
     optimizer_state.state_of(optimizer).looked_for_gradient = True
     warnings.warn(
         f"mpcompile: this step of {type(optimizer).__name__} changes nothing, since none of its "
-        "parameters has a gradient: call loss.backward() before step(), and zero_grad() behind it. "
+        "parameters has a gradient: call loss.backward() before step(), and zero_grad() after it. "
         "Or are these the parameters of another model?",
         MPCompileWarning,
         stacklevel=stacklevel,

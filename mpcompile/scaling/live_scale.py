@@ -153,7 +153,7 @@ class LiveScale:
 
     def stepped(self) -> Stepped | None:
         """A generated step has run. What is new, or None while that is not known. It waits for
-        nothing: a GPU is asked in every eighth step, or in each one if somebody listens to the log,
+        nothing: a GPU is asked in every eighth step, or in each one if someone listens to the log,
         and answers a step late.
         """
         if not self._steps:  # what others skipped before is none of these

@@ -32,7 +32,7 @@ class Count:
     """How far the backward passes of a scale's graphs had come at some moment.
 
     Mostly an optimizer looks after each pass, and then that pass's own flag is the answer. So flags
-    are added up only every so often, or where somebody looks back over several passes.
+    are added up only every so often, or where someone looks back over several passes.
 
     Attributes:
         passes: how many times there was something to count; known without asking the device.
@@ -105,7 +105,7 @@ class Overflows:
         void: overflows before this count left no gradients behind in the parameters.
         looks: how far the count had come when each optimizer that looks at it did so last. This
             object stands for updates by hand.
-        reductions: those that average gradients of the graphs; they are counted behind these.
+        reductions: those that average gradients of the graphs; they are counted after these.
         ranks: those that hold shards of the parameters: each counts its own overflows, and what is
             concluded from them here is made common to all.
     """
@@ -140,10 +140,10 @@ class Overflows:
         """Whether there may be anything to count: some graph has taken a leaf, on any rank."""
         return bool(self._leaves) or self._count.passes > 0
 
-    # -- behind a reduction -----------------------------------------------------------------------
+    # -- after a reduction -----------------------------------------------------------------------
 
     def leave_to(self, reduction: Averages) -> None:
-        """Count in the gradients behind this reduction from now on, not in the graphs."""
+        """Count in the gradients after this reduction from now on, not in the graphs."""
         if reduction not in self.reductions:
             self.reductions.add(reduction)
             if not self._hooks:
@@ -160,7 +160,7 @@ class Overflows:
             leaf.grad = None
 
     def _await_reductions(self) -> bool:
-        """A graph runs backward. Returns whether its overflows are counted behind a reduction."""
+        """A graph runs backward. Returns whether its overflows are counted after a reduction."""
         reductions = list(self.reductions)
         for reduction in reductions:
             reduction.backward_runs()

@@ -51,7 +51,7 @@ computed from a leaf that the program has made; not every release has the second
 def traced_code() -> CodeType | None:
     """The code that Dynamo is tracing, inside of a backend; None outside of it.
 
-    `reset_code` of it drops all that was compiled of it, so that its next call is traced anew. The
+    `reset_code` of it drops all that was compiled of it, so that its next call is traced again. The
     compiled code may be running while this happens.
     """
     translator = _translator()
@@ -65,7 +65,7 @@ def traced_output() -> OutputGraph | None:
 
 
 def whole_of(code: CodeType) -> CodeType:
-    """The function's own code, for what Dynamo makes of it to go on with behind a graph break."""
+    """The function's own code, for what Dynamo makes of it to go on with after a graph break."""
     made = ContinueExecutionCache.generated_code_metadata.get(code)
     return code if made is None else made.code
 

@@ -17,7 +17,7 @@ PRE_FUSION = "_pre_fusion_custom_pass"
 """Inductor's setting for a pass over the scheduler's nodes."""
 
 UNCHECKED = "saved_tensor_with_no_vc_check"
-"""AOTAutograd's note on a node that a function of the user's has put on `ctx`: it is kept behind
+"""AOTAutograd's note on a node that a function of the user's has put on `ctx`: it is kept after
 all others, and may be written before the backward."""
 
 CHECKPOINTED = "recompute"

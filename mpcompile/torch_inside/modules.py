@@ -15,7 +15,7 @@ COMPILED_CALL = "_compiled_call_impl"
 hooks_around: Callable[[nn.Module], tuple[Mapping[int, Any], ...]] = operator.attrgetter(
     "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"
 )
-"""A module's own hooks: before and behind its forward and its backward."""
+"""A module's own hooks: before and after its forward and its backward."""
 
 
 def plain_call(module: Any) -> Any:

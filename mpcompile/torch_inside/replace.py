@@ -1,6 +1,6 @@
 """Something of ours in the place of something of torch's: put there, taken away, and counted.
 
-Whatever mpcompile replaces goes through `put`. It stays for one trace, and what somebody else has
+Whatever mpcompile replaces goes through `put`. It stays for one trace, and what someone else has
 put there meanwhile is left alone. Threads other than the one that traces get torch's function.
 
 A method that is replaced where torch no longer looks is worse than one that is gone: nothing fails,

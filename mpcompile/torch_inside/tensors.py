@@ -17,7 +17,7 @@ version: Callable[[torch.Tensor], int] = operator.attrgetter("_version")
 hooks_on: Callable[[torch.Tensor], tuple[Any, Any]] = operator.attrgetter(
     "_backward_hooks", "_post_accumulate_grad_hooks"
 )
-"""A parameter's hooks on its gradient, and those behind its accumulation; empty or None: none."""
+"""A parameter's hooks on its gradient, and those after its accumulation; empty or None: none."""
 
 
 def base_of(result: torch.Tensor) -> torch.Tensor | None:
@@ -34,7 +34,7 @@ def function_of(grad_fn: Any) -> Any:
 
 def call_after_backward(function: Callable[[], None]) -> None:
     """Call `function` at the end of the backward that runs in this thread, as DDP's is called. It
-    may call this again: then another is called behind it.
+    may call this again: then another is called after it.
     """
     torch.autograd.Variable._execution_engine.queue_callback(function)
 

@@ -90,7 +90,7 @@ class Cure:
 
     Attributes:
         name: in a file of verdicts.
-        about: what is done, behind "cured by".
+        about: what is done, after "cured by".
         settings: of Inductor's; None: it isn't compiled.
     """
 

@@ -21,7 +21,7 @@ from .update import Update
 
 
 class Outdated(Exception):
-    """Something has changed: the training step must be traced anew. Nothing has run.
+    """Something has changed: the training step must be traced again. Nothing has run.
 
     Attributes:
         varying: optimizer -> its settings that have changed, and may change again.
@@ -81,14 +81,14 @@ class Call:
                 made.scale.saw_forward()
         with torch.no_grad():
             returned = self._run([*given, *self._held])
-        behind = iter(returned[self._traced.behind :])
+        late = iter(returned[self._traced.late :])
         for update in self._updates:
-            if update.is_behind:
-                update.take(behind, self._held)
+            if update.is_late:
+                update.take(late, self._held)
             update.done()
-        if written := self._program.written:  # behind `done`: its copy is not up to date
+        if written := self._program.written:  # after `done`: its copy is not up to date
             torch.autograd.graph.increment_version([given[i] for i in written])
-        for scale, found in zip(self._traced.unseen, behind, strict=True):
+        for scale, found in zip(self._traced.unseen, late, strict=True):
             scale.overflows.saw_count(found)
         results = [returned[r] if isinstance(r, int) else r[0] for r in self._traced.results]
         if self._watch is not None and self._watch.comes():

@@ -40,16 +40,16 @@ class Traced:
 
     Attributes:
         graph: takes Dynamo's inputs and the held tensors; returns a tuple of tensors.
-        results: for each of Dynamo's results, its number among what the graph returns, or, behind a
+        results: for each of Dynamo's results, its number among what the graph returns, or, in a
             1-tuple, the constant that it is.
-        behind: the number of the first result for the steps behind the graph.
+        late: the number of the first result for the steps after the graph.
         unseen: the loss scales of the last results: counts of overflows that no step has seen.
         phases: for each node, in which forward and backward it is, counted from 0.
     """
 
     graph: fx.GraphModule
     results: tuple[int | tuple[Any], ...]
-    behind: int
+    late: int
     unseen: tuple[LossScale, ...]
     phases: Mapping[fx.Node, int]
 
@@ -67,7 +67,7 @@ def trace(program: StepProgram) -> Traced:
         begins.append(len(mode.tracer.graph.nodes))
 
     def step(*values: Any) -> tuple[Any, ...]:
-        returned, behind, open_ = program.run(values[:given], values[given:], phase)
+        returned, late, open_ = program.run(values[:given], values[given:], phase)
         tensors: list[Any] = []
         for value in returned:
             if isinstance(value, (torch.Tensor, torch.SymInt)):
@@ -76,7 +76,7 @@ def trace(program: StepProgram) -> Traced:
             else:
                 results.append((value,))
         unseen.extend(open_)
-        return (*tensors, *behind, *open_.values())
+        return (*tensors, *late, *open_.values())
 
     context = TracingContext.get()
     assert context.fake_mode is not None

@@ -71,9 +71,9 @@ def cut(graph: fx.Graph) -> list[StepPart]:
     inner = [n for n in graph.nodes if n.target is BACKWARD and n not in backwards]
     if any(n.op == "placeholder" for n in _all_after(graph, inner)):
         raise CannotRewrite("a loss is computed from gradients")
-    behind = _all_after(graph, backwards)
+    later = _all_after(graph, backwards)
     losses = {n for node in backwards for n in listed(node.args[0])}
-    if not losses.isdisjoint(behind) or any(n.kwargs.get("create_graph") for n in backwards):
+    if not losses.isdisjoint(later) or any(n.kwargs.get("create_graph") for n in backwards):
         raise CannotRewrite("a loss is computed from gradients")
     before = ir.all_before(losses)
     found: list[StepPart] = []
@@ -82,7 +82,7 @@ def cut(graph: fx.Graph) -> list[StepPart]:
         if node.op in ("placeholder", "get_attr"):
             continue
         apart = node.op == "output" or node.target is STEP or node in backwards
-        if not apart and node not in behind:
+        if not apart and node not in later:
             run.append(node)
             continue
         found += _parts_of_run(run, before, grad)
@@ -94,7 +94,7 @@ def cut(graph: fx.Graph) -> list[StepPart]:
 
 
 def last_steps(parts: Sequence[StepPart], written: Collection[fx.Node]) -> set[StepPart]:
-    """The steps behind which nothing happens that depends on them: no forward, no backward, no
+    """The steps after which nothing happens that depends on them: no forward, no backward, no
     operator that reads or writes one of the inputs `written`.
     """
     found: set[StepPart] = set()
@@ -129,7 +129,7 @@ def _parts_of_run(run: list[fx.Node], before: set[fx.Node], grad: bool) -> list[
     window = next(windows, None)
     if window is None:
         raise CannotRewrite(
-            "no_grad, autocast or a transform begins amid a forward and ends behind its backward"
+            "no_grad, autocast or a transform begins amid a forward and ends after its backward"
         )
     start, end = window
     return [
@@ -157,7 +157,7 @@ def _enters_autocast(node: fx.Node) -> int:
 
 
 def _mode_after(nodes: Iterable[fx.Node], grad: bool) -> bool:
-    """The grad mode behind these nodes, which begin in the mode `grad`."""
+    """The grad mode after these nodes, which begin in the mode `grad`."""
     for node in nodes:
         if node.target is SET_GRAD_ENABLED:
             grad = bool(node.args[0])

@@ -58,7 +58,7 @@ def by_phase(
             output.args = ((output.args[0],),)
             phase.recompile()
         setattr(whole, call.target, _Phase(compiled(phase), alone=alone))
-    forward = whole.forward  # it forgets each value behind its last use
+    forward = whole.forward  # it forgets each value after its last use
 
     def run(values: list[Any]) -> Sequence[Any]:
         given = tuple(values)

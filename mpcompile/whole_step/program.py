@@ -42,7 +42,7 @@ from .gradients import (
 )
 from .parts import StepPart, cut, last_steps, listed
 from .tracing import optimizer_of
-from .update import Update, emit_behind
+from .update import Update, emit_late
 
 Varying = Callable[[Any], frozenset[Setting]]
 
@@ -55,7 +55,7 @@ class _Running:
     held: Sequence[torch.Tensor]
     forwards: list[TracedForward] = field(default_factory=list)
     backwards: dict[fx.Node, Backward] = field(default_factory=dict)
-    behind: list[torch.Tensor] = field(default_factory=list)  # what steps behind the graph take
+    late: list[torch.Tensor] = field(default_factory=list)  # what steps after the graph take
     looked_at: set[fx.Node] = field(default_factory=set)  # the backwards that a step has checked
 
 
@@ -123,7 +123,7 @@ class StepProgram:
     @property
     def can_be_noted(self) -> bool:
         """Whether a step may run in pieces instead: with several backwards, one piece may hold what
-        two of them need, and torch frees it behind the first.
+        two of them need, and torch frees it after the first.
         """
         return sum(part.kind == "backward" for part, _ in self._parts) == 1
 
@@ -142,8 +142,8 @@ class StepProgram:
             real = [self._real[p] for p in params]
             arrived = self._arrived(grads, running)
             device = place_of(list(self._real.values()))
-            behind = emit_behind(device, len(real), self._settings) if part in self._last else None
-            update = Update(optimizer, real, arrived, self._varying(optimizer), self.held, behind)
+            late = emit_late(device, len(real), self._settings) if part in self._last else None
+            update = Update(optimizer, real, arrived, self._varying(optimizer), self.held, late)
             self.made.append(update)
             return update
         return None
@@ -194,10 +194,10 @@ class StepProgram:
         Args:
             given: values of Dynamo's inputs.
             held: values of the held tensors.
-            phase: called before each forward behind a backward: what was saved is free by then.
+            phase: called before each forward after a backward: what was saved is free by then.
 
         Returns:
-            Dynamo's results, what the steps behind the graph take, one after the other, and for
+            Dynamo's results, what the steps after the graph take, one after the other, and for
             each loss scale the count of overflows that no step has looked at: 0-d FP32.
         """
         running = self._start(given, held)
@@ -211,7 +211,7 @@ class StepProgram:
         results = [running.env.get(r, r) for r in self._results()]
         results = [r.detach() if isinstance(r, torch.Tensor) else r for r in results]
         unseen = [b for node, b in running.backwards.items() if node not in running.looked_at]
-        return results, running.behind, _sum(unseen)
+        return results, running.late, _sum(unseen)
 
     def _start(self, given: Sequence[Any], held: Sequence[torch.Tensor]) -> _Running:
         running = _Running(dict(zip(self._placeholders, given, strict=True)), held)
@@ -264,8 +264,8 @@ class StepProgram:
         running.looked_at.update(before)
         arrived = self._arrived(grads, running)
         found = _sum([running.backwards[b] for b in before])
-        if update.is_behind:
-            running.behind += update.inputs(arrived, found, running.held)
+        if update.is_late:
+            running.late += update.inputs(arrived, found, running.held)
         else:
             update.run([running.env[p] for p in params], arrived, found, running.held)
 

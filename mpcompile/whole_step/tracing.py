@@ -1,6 +1,6 @@
 """What Dynamo sees of optimizers while it traces a whole training step.
 
-Dynamo doesn't trace `optimizer.step()` and `zero_grad()` behind a `backward()`: torch's own methods
+Dynamo doesn't trace `optimizer.step()` and `zero_grad()` after a `backward()`: torch's own methods
 break the graph on purpose. So while such a function is traced, Dynamo reads other functions: `step`
 leaves one operator in the graph (`mpcompile::take_step`), with the parameters that have a
 gradient and these gradients; the backend puts the optimizer's step in its place. `zero_grad` sets
@@ -233,7 +233,7 @@ def stepped_without_gradient(graph: fx.Graph) -> list[Optimizer]:
 
 def changes_settings() -> bool:
     """Whether the function that is being traced changes a setting of an optimizer: Dynamo does that
-    behind its graph, and a step reads them before.
+    after its graph, and a step reads them before.
     """
     effects = _traced()
     parts = [

@@ -53,7 +53,7 @@ class TrainStep:
         plans: takes the plan of each graph.
         called: called after the first call for which the whole is compiled, with the stack level
             of whoever made it.
-        anew: makes another one of the same function.
+        remake: makes another one of the same function.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class TrainStep:
         compile_kwargs: Mapping[str, Any],
         plans: list[GraphPlan],
         called: Callable[[int], None],
-        anew: Callable[[], TrainStep],
+        remake: Callable[[], TrainStep],
     ) -> None:
         functools.update_wrapper(self, function)
         self._name = getattr(function, "__name__", type(function).__name__)
@@ -84,7 +84,7 @@ class TrainStep:
         self._off = why_off(Part.WHOLE_STEP)
         self.left: str | None = None  # why it runs in pieces for good
         self._outdated = self._runs = 0  # how often it was in a row; runs since then
-        self._anew, self._bound = anew, WeakIdKeyDictionary()
+        self._remake, self._bound = remake, WeakIdKeyDictionary()
 
     def __get__(self, instance: Any, owner: type[Any] | None = None) -> Any:
         """A method of an object, as of any function. Each object has a model and optimizers of its
@@ -99,7 +99,7 @@ class TrainStep:
         ):  # no weak reference to the object is possible: all of these share this one
             return types.MethodType(self, instance)
         if known is None:
-            known = self._bound[instance] = self._anew()
+            known = self._bound[instance] = self._remake()
         return types.MethodType(known, instance)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -84,7 +84,7 @@ class Update:
         arrived: the gradients of the parameters.
         varying: settings whose floats are inputs, because they were seen to change.
         held: takes the tensors that the step reads and writes.
-        behind: how it runs behind the graph, if it isn't a part of the graph.
+        late: how it runs after the graph, if it isn't a part of the graph.
 
     Attributes:
         inner: of an MPOptimizer, the one that it wraps.
@@ -103,10 +103,10 @@ class Update:
         arrived: Sequence[torch.Tensor],
         varying: frozenset[Setting],
         held: ExtraInputs,
-        behind: Emit | None = None,
+        late: Emit | None = None,
     ) -> None:
         self.optimizer = optimizer
-        self.is_behind = behind is not None
+        self.is_late = late is not None
         self._parts = parts = _Parts.of(optimizer)
         if parts.is_connected or any(map(is_sharded, params)):
             raise CannotRewrite("several processes hold the parameters")
@@ -125,7 +125,7 @@ class Update:
         self._everyone = parameters_of(optimizer)  # kept alive, so that their ids tell them
         with gradients_stand_by(self._everyone, params):
             initialise_state(parts.optimizer, key.members)
-            updates, behind = self._traced(varying, behind)
+            updates, late = self._traced(varying, late)
             traced = self._step = TracedStep(
                 parts.optimizer, key, self._config, updates, parts.results, varying
             )
@@ -136,13 +136,13 @@ class Update:
             traced.rests_on,
             Fact("hooks of its step", lambda _: hooks.has_others(optimizer), parts.optimizer),
         )
-        self._behind = CompiledStep(traced, behind, parts.dump) if behind is not None else None
+        self._late = CompiledStep(traced, late, parts.dump) if late is not None else None
         self._hold(held)
 
     def _traced(
-        self, varying: frozenset[Setting], behind: Emit | None
+        self, varying: frozenset[Setting], late: Emit | None
     ) -> tuple[Updates | None, Emit | None]:
-        """What the optimizer does to the parameters, and how it runs behind the graph."""
+        """What the optimizer does to the parameters, and how it runs after the graph."""
         optimizer, dump = self._parts.optimizer, self._parts.dump
 
         def traced(together: bool) -> Updates:
@@ -151,21 +151,21 @@ class Update:
                 together=together, dump=dump, varying=varying,
             )  # fmt: skip
 
-        if behind is None:
+        if late is None:
             return traced(together=True), None
         if fits(optimizer, self._key):
-            return None, behind
+            return None, late
         try:
-            return traced(together=False), behind
+            return traced(together=False), late
         except ParametersMix:
-            return traced(together=True), replace(behind, how="eager")
+            return traced(together=True), replace(late, how="eager")
 
     def _hold(self, held: ExtraInputs) -> None:
         """Hold what the step reads and writes besides parameters and gradients."""
         fresh = self._step.fresh()
         self._at = {slot: held.add_fresh(tensor) for slot, tensor in fresh.items()}
         self._decided = written_by_decision(self._config)
-        if self.is_behind:
+        if self.is_late:
             return
         (update,) = self._step.updates
         self._nodes = update.graph.graph
@@ -198,7 +198,7 @@ class Update:
             found: for each loss scale how many gradients overflowed in these backwards: 0-d FP32.
             held: the held tensors.
         """
-        assert not self.is_behind
+        assert not self.is_late
         with torch.no_grad():
             known = {slot: held[at] for slot, at in self._at.items()}
             new: dict[Slot, torch.Tensor] = {}
@@ -256,7 +256,7 @@ class Update:
         found: Mapping[LossScale, torch.Tensor],
         held: Sequence[torch.Tensor],
     ) -> list[torch.Tensor]:
-        """Of a step behind the graph, what the graph must return for it; see `run`."""
+        """Of a step after the graph, what the graph must return for it; see `run`."""
         fresh = self._fresh(arrived, found, held) if self._decided else {}
         self._taken = [*fresh]
         return [*fresh.values(), *arrived]
@@ -269,15 +269,15 @@ class Update:
             held[self._at[slot]] = tensor
 
     def take(self, values: Iterator[torch.Tensor], held: Sequence[torch.Tensor]) -> None:
-        """Do a step behind the graph: `values` are what the graph returned, from there on."""
-        assert self._behind is not None
+        """Do a step after the graph: `values` are what the graph returned, from there on."""
+        assert self._late is not None
         fresh = {slot: held[at] for slot, at in self._at.items()}
         fresh |= {slot: next(values) for slot in self._taken}
         params = [member.param for member in self._key.members]
         gradients = [next(values) for _ in params]
         given = with_gradients(params, gradients) if self._step.fused else contextlib.nullcontext()
         with torch.no_grad(), autocast_off(), given:
-            self._behind.take(self._parts.optimizer, gradients, fresh)
+            self._late.take(self._parts.optimizer, gradients, fresh)
 
     def skipped(self) -> torch.Tensor:
         """0-d bool on the device: whether the last step was skipped."""
@@ -295,11 +295,11 @@ class Update:
                 scale.overflows.looks.setdefault(self.optimizer, Count())
 
 
-def emit_behind(device: torch.device, count: int, settings: Settings) -> Emit | None:
-    """How a last step over so many parameters runs behind the graph; None: it is a part of it.
+def emit_late(device: torch.device, count: int, settings: Settings) -> Emit | None:
+    """How a last step over so many parameters runs after the graph; None: it is a part of it.
 
     On a CPU, a function with the updates of many parameters takes Inductor longer than all else.
-    Behind the graph they are compiled once for each kind.
+    After the graph they are compiled once for each kind.
     """
     if count <= FEW or settings.emit != "inductor" or capabilities(device).multi_tensor:
         return None

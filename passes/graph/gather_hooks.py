@@ -25,7 +25,7 @@ def gather_hooks(gm: fx.GraphModule, config: Config) -> bool:
 
 
 def _gather(hook: fx.Node) -> bool:
-    """Move the hook right behind its value, and let all other readers read its result."""
+    """Move the hook right after its value, and let all other readers read its result."""
     value, body, *free = hook.all_input_nodes
     before = set(itertools.takewhile(lambda n: n is not hook, hook.graph.nodes))
     readers = [user for user in value.users if user is not hook]

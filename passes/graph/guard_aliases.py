@@ -1,4 +1,4 @@
-"""Keep views in the memory that they view where somebody relies on it: the caller may write to one
+"""Keep views in the memory that they view where someone relies on it: the caller may write to one
 result and read another in the same memory. A deciding pass; LOW and FOLLOW become FULL.
 
     linear: LOW = linear(x, w)                 linear: LOW = linear(x, w)

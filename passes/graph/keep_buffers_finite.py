@@ -43,7 +43,7 @@ def keep_buffers_finite(gm: fx.GraphModule, config: Config) -> bool:
     holders = Counter(map(ir.storage, inputs))
     buffers = {m for n in inputs if _is_buffer(n) and holders[m := ir.storage(n)] == 1}
     trains = config.scaled and any(map(ir.requires_grad, inputs))
-    written = _written_behind_low(graph, buffers, trains=trains)
+    written = _written_after_low(graph, buffers, trains=trains)
     for node in [n for n in inputs if ir.storage(n) in written]:
         _keep_finite(graph, node)
     return bool(written)
@@ -55,7 +55,7 @@ def _is_buffer(node: fx.Node) -> bool:
     return floating and not ir.requires_grad(node) and ir.copy_of(node) is None
 
 
-def _written_behind_low(
+def _written_after_low(
     graph: fx.Graph, buffers: set[int | None], *, trains: bool
 ) -> set[int | None]:
     """The memory of inputs that is written, and never as autograd tracks it, with values that

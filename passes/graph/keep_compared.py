@@ -14,7 +14,7 @@ computed again: whatever reads it, forward or backward, reads the same elements.
 them is exact in any dtype (`mpcompile/ir/compared.py`). It costs the copy, where such a comparison
 is.
 
-Contract. It runs behind the passes that place casts. `mpcompile/ir/spec.py` looks at each graph
+Contract. It runs after the passes that place casts. `mpcompile/ir/spec.py` looks at each graph
 that is emitted: no value is left that is compared so.
 """
 

@@ -8,10 +8,10 @@
 
 A LOW node reads low operands; every other node, and the graph's output, reads the captured dtypes.
 Inputs that are stored low have their own dtype from here on. There is one cast for each value and
-dtype, right behind the value's producer: there it runs under the grad mode in which the value was
+dtype, right after the value's producer: there it runs under the grad mode in which the value was
 made (a cast inside a later no_grad region would cut the gradient), and Inductor can fuse it
 anywhere. That of a parameter stands before its first reader where it may: autograd goes backward in
-reverse order, and so widens each gradient right behind the product that makes it. (Behind the
+reverse order, and so widens each gradient right after the product that makes it. (After the
 inputs it would be the last thing that a backward does, and all low gradients alive till then.)
 A value that is written in place is cast at each use.
 

@@ -6,7 +6,7 @@
                                                linear_cut: f16[4, 1001] = slice(linear, 1, 0, 1001)
                                                sum: f16[4] = sum(linear_cut, 1)
 
-There is one pad or cut for each value and shape, right behind the value's producer, as for casts. A
+There is one pad or cut for each value and shape, right after the value's producer, as for casts. A
 cut gets the memory layout that its value was captured with, which its readers (a view, the caller)
 rely on; elementwise readers, which make a dense result of any operand, read the slice directly.
 
@@ -159,7 +159,7 @@ class _PadPlacer:
 
 
 class _Sizes:
-    """Symbolic sizes as arguments of calls: each is computed once, right behind the inputs."""
+    """Symbolic sizes as arguments of calls: each is computed once, right after the inputs."""
 
     def __init__(self, graph: fx.Graph) -> None:
         self.graph = graph

@@ -109,7 +109,7 @@ def _reason(objective: Objective, node: fx.Node, best: Mapping[Item, bool], low:
     if wide and not low:
         return f"{rule}; the widest operand wins: {wide[0]} is FP32"
     if ir.kind(node) is rules.Kind.VIEW:
-        return f"{rule}; a cast costs less {'before' if low else 'behind'} it"
+        return f"{rule}; a cast costs less {'before' if low else 'after'} it"
     stored = costs.full.get("stored", 0)
     if low and stored:
         return f"{rule}; stored: FP32 would take {_bytes_text(stored)} more traffic"

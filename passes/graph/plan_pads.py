@@ -14,11 +14,11 @@ Algorithm.
    they can be (`_can_pad`) and, under "auto", if it pays (`_should_not_pad`). Its result then has
    lanes; later nodes may keep them (`mpcompile/padding/lanes.py`).
 2. In reverse order: lanes are wanted if a product pads the same dimension anyway, or if a node
-   whose own lanes are wanted reads them. Others are cut off right behind the product.
+   whose own lanes are wanted reads them. Others are cut off right after the product.
 3. The padded shapes of each product, and of each node that keeps lanes, are noted on it. All other
    nodes read, and the graph returns, values of their captured sizes.
 
-Padding adds zeros, so a product's result is exact. Weights are padded behind their cast to the low
+Padding adds zeros, so a product's result is exact. Weights are padded after their cast to the low
 dtype, in one kernel with it; the working copies of O2 are stored padded (read_copies).
 """
 
@@ -282,7 +282,7 @@ def _product_shapes(node: fx.Node, decided: Alignment) -> Padding:
 
 
 def _is_stored(node: fx.Node) -> bool:
-    """Whether it is a parameter, behind casts and views: it is padded in the cast's kernel."""
+    """Whether it is a parameter, after casts and views: it is padded in the cast's kernel."""
     while ir.is_cast(node) or (ir.is_op(node) and ir.kind(node) is rules.Kind.VIEW):
         node = node.all_input_nodes[0]
     return ir.is_parameter(node)

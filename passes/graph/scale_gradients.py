@@ -57,7 +57,7 @@ def scale_gradients(gm: fx.GraphModule, config: Config) -> bool:
     written = {ir.storage(target) for node in graph.nodes for target in ir.written(node)}
     for node in reversed(trained):  # each unscale_grad is inserted before the previous one
         if ir.storage(node) in written or not history.is_as_it_came(node):
-            if not scaler.unscale_behind_writes(node):
+            if not scaler.unscale_after_writes(node):
                 scaler.own(node)
         elif node in reached:
             scaler.unscale(node)
@@ -174,8 +174,8 @@ class _Scaler:
             target, name = aten.copy_.default, f"{node.name}_back"
             ir.insert(self.graph, target, args, name=name, like=node, decision=decision)
 
-    def unscale_behind_writes(self, node: fx.Node) -> bool:
-        """Unscale an input behind the last write to it, if autograd sees none of them, and nothing
+    def unscale_after_writes(self, node: fx.Node) -> bool:
+        """Unscale an input after the last write to it, if autograd sees none of them, and nothing
         before: such as a table that `embedding(max_norm=...)` normalises before it reads it.
         """
         if not self.history.is_as_it_came(node):
@@ -225,7 +225,7 @@ class _Scaler:
 
     def _first_reader(self, node: fx.Node, users: Collection[fx.Node]) -> fx.Node:
         """The node before which the gradient of a value may be unscaled: a parameter's is unscaled
-        right behind what makes it, as it is widened (`place_casts`), not last of all.
+        right after what makes it, as it is widened (`place_casts`), not last of all.
         """
         if not ir.is_parameter(node):
             return ir.after(node)

@@ -14,7 +14,7 @@ reads), and small ones such as biases.
 Contract. Each value carries its FakeTensor. A weight is an input, dense, of sizes that are numbers,
 that the graph doesn't write before the cast. Its cast is read by library kernels alone, directly or
 by views; a generated kernel would cast on the way. Nor is it the weight of a convolution over
-images, which Inductor lays out anew where it casts.
+images, which Inductor lays out again where it casts.
 """
 
 from __future__ import annotations

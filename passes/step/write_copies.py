@@ -8,7 +8,7 @@ The new weight is in registers here, so its copy costs a write of two bytes, and
 reads two bytes for each weight instead of casting four. A skipped step rewrites the copy's values.
 If a copy is stored padded, the graph gets only the part without padding: the zeros stay zeros.
 
-Where the copy is the parameter itself (`CopyLayout.leads`), it may hold what somebody has written
+Where the copy is the parameter itself (`CopyLayout.leads`), it may hold what someone has written
 to it since the last step. Its master then follows, element by element, before all else reads it:
 
     update(param0)      ->      now = where(eq(to(param0, bf16), copy0), param0, to(copy0, f32))

@@ -25,7 +25,7 @@ def _known_sizes(rank: int) -> None:
     size = 6 * 8 + 8 + 8 * 4 + 4
     x = torch.randn(2, 6)
     ddp = DistributedDataParallel(net)
-    for _ in range(2):  # buckets are made anew in the second forward
+    for _ in range(2):  # buckets are made again in the second forward
         ddp(x).sum().backward()
     with sent_in(ranks) as sent:
         ddp(x).sum().backward()

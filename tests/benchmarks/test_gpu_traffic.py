@@ -13,7 +13,7 @@ from mpcompile.devices.gpus import gpu
 
 @dataclasses.dataclass
 class Kernel:
-    """As fakecuda's Launch, which can't be imported behind torch."""
+    """As fakecuda's Launch, which can't be imported after torch."""
 
     name: str
     kind: str

@@ -61,7 +61,7 @@ def few() -> Utterances:
 
 
 def test_utterances(few: Utterances) -> None:
-    """Each says something of its own; frames count up to the end, and behind it is nothing."""
+    """Each says something of its own; frames count up to the end, and after it is nothing."""
     assert few.spectrograms.shape == (40, PITCHES, FRAMES)
     said = [spelled(row) for row in few.labels]
     assert len(set(said)) == 40
@@ -86,7 +86,7 @@ def test_frames_out_are_those_of_the_network(few: Utterances) -> None:
     torch.testing.assert_close(found.exp().sum(2), torch.ones(found.shape[:2]))
 
 
-def test_what_lies_behind_the_end_is_not_heard(few: Utterances) -> None:
+def test_what_lies_after_the_end_is_not_heard(few: Utterances) -> None:
     """Past the first convolution, which overlaps the end by its padding as with silence."""
     net = DeepSpeech().eval()
     frames = torch.tensor([FRAMES // 2])
@@ -136,7 +136,7 @@ def test_agreement_follows_the_subject_over_a_relative_clause() -> None:
     assert (gender, other) == ("m", "m")
     expected = ["-accsg", "-vmpl", "-nompl", "-mpl", "-mpl", "-persg", "-vmpl"]
     assert suffixes == expected
-    assert target.index("ki") == 4  # behind the relative clause: a noun and a verb, each marked
+    assert target.index("ki") == 4  # after the relative clause: a noun and a verb, each marked
     assert target[-3] == "ne"
 
 
@@ -188,7 +188,7 @@ def translators(data: Corpus) -> list[LSTMTranslator | Transformer]:
 
 @pytest.mark.slow("a benchmark's own test, which runs it small")
 @torch.no_grad()
-def test_no_word_sees_those_behind_it() -> None:
+def test_no_word_sees_those_after_it() -> None:
     sources, targets = corpus()[:3]
     changed = targets.clone()
     changed[:, 5:] = BEGIN

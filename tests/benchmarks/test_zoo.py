@@ -173,7 +173,7 @@ def test_rows_are_kept_and_taken_up_again(tmp_path: Path, monkeypatch: pytest.Mo
     assert measured(1, 7, "abc") == [{"name": "timm/a"}]
     assert measured(2, 7, "abc") == [{"name": "timm/a"}, {"name": "timm/b"}]
     assert notes.read_text().split() == names
-    # Another commit, other draws, or uncommitted changes: measured anew.
+    # Another commit, other draws, or uncommitted changes: measured again.
     for draws, commit in ((7, "abd"), (3, "abc"), (7, "abd+changes"), (7, "abd+changes")):
         notes.unlink()
         measured(1, draws, commit)

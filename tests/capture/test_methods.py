@@ -1,5 +1,5 @@
 """Decorated methods: each object trains what is its own. And what else is done to a model that
-mpcompile() compiled, within what somebody compiles with something else.
+mpcompile() compiled, within what someone compiles with something else.
 """
 
 import copy
@@ -209,7 +209,7 @@ def net() -> nn.Sequential:
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-def test_a_cast_behind_the_first_call_is_refused_as_before_it(
+def test_a_cast_after_the_first_call_is_refused_as_before_it(
     dtype: torch.dtype, level: str
 ) -> None:
     model = mpcompile(net(), level=level, dtype=torch.float16, emit="eager", strict=True)

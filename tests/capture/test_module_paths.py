@@ -1,4 +1,4 @@
-"""Module paths, also behind a graph break in a submodule; and sizes that depend on values."""
+"""Module paths, also after a graph break in a submodule; and sizes that depend on values."""
 
 from collections.abc import Callable
 from typing import Any

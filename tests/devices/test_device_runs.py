@@ -117,7 +117,7 @@ def test_what_fails_leaves_random_numbers_as_they_were(module: Module) -> None:
 def test_a_number_is_read_when_its_copy_is_there(
     module: Module, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The event stands behind the copy: on the stream of the number's device, not the current's."""
+    """The event stands after the copy: on the stream of the number's device, not the current's."""
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
     monkeypatch.setattr("mpcompile.scaling.async_read.capabilities", lambda device: Plain(second))
     second = torch.device("xpu", 1)

@@ -53,7 +53,7 @@ def test_only_what_stays_may_be_written_to() -> None:
 
 
 def test_no_step_begins_between_a_forward_and_its_backward() -> None:
-    """So the backward reads what the forward has saved, and is recorded behind it."""
+    """So the backward reads what the forward has saved, and is recorded after it."""
     found = told("backward_due")
     assert found["saved"] == [three(4.0)] * 3
     assert (found["warmups"], found["recordings"], found["replays"]) == (2, 2, 2)

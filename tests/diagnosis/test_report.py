@@ -184,8 +184,8 @@ def test_to_dict_is_whole_json() -> None:
     assert data["nodes"][0]["gradient"]["amin"] is None  # infinity: no gradient above zero
     assert data["nodes"][1]["shares"]["count"] == 300
     assert data["value_shares"]["flushed"] == 0.125
-    first, behind = data["exponents"]
-    assert len(data["histogram"]) == behind - first
+    first, after = data["exponents"]
+    assert len(data["histogram"]) == after - first
     assert data["histogram"][-20 - first] == 20
     assert data["zeros"] == 30
     assert data["versions"] == {"mpcompile": mpcompile.__version__, "torch": torch.__version__}

@@ -220,7 +220,7 @@ def writing(case: str) -> nn.Module:
 @LEVELS
 @pytest.mark.parametrize("case", [*WITHOUT_GRAD, *OUTSIDE_OF_AUTOGRAD])
 def test_a_parameter_written_before_it_is_read(case: str, level: str) -> None:
-    """What is multiplied behind it stays in FP32, and no more."""
+    """What is multiplied after it stays in FP32, and no more."""
     result = check(
         writing(case), leaf(8, 16), level=level, emit="aot_eager", steps=3, low=["linear"]
     )

@@ -145,7 +145,7 @@ def compare_gradients(model: nn.Module, level: str, emit: str) -> None:
     loss_of(model(x)).backward()
     for got, wanted in zip(model.parameters(), exact.parameters(), strict=True):
         assert (got.grad is None) == (wanted.grad is None)
-        if got.grad is not None and wanted.grad is not None:  # not behind a detach()
+        if got.grad is not None and wanted.grad is not None:  # not after a detach()
             off = (got.grad - wanted.grad).norm() / wanted.grad.norm()
             assert off < 5e-3, f"{off:.2g}"
 

@@ -59,7 +59,7 @@ def forward_within(mode: Callable[[], Any]) -> Callable[[nn.Module], None]:
     return loop
 
 
-def behind(mode: Callable[[], Any]) -> Callable[[nn.Module], None]:
+def after(mode: Callable[[], Any]) -> Callable[[nn.Module], None]:
     def loop(net: nn.Module) -> None:
         with mode():
             net(X)
@@ -172,8 +172,8 @@ LOOPS: dict[str, Callable[[nn.Module], None]] = {
     "deterministic": within(deterministic),
     "hooks on nodes": hooks_on_nodes,
     "hooks on parameters": hooks_on_parameters,
-    "behind inference mode": behind(torch.inference_mode),
-    "behind no_grad": behind(torch.no_grad),
+    "after inference mode": after(torch.inference_mode),
+    "after no_grad": after(torch.no_grad),
     "a graph that is kept": twice,
     "inputs=": of_inputs,
     "autograd.grad": by_grad,

@@ -206,7 +206,7 @@ def test_nothing_to_compute() -> None:
 
 @SETTINGS
 def test_an_operator_that_gives_back_its_operand_under_no_grad(level: str, emit: str) -> None:
-    """What comes behind the block still reads a value with a history."""
+    """What comes after the block still reads a value with a history."""
 
     def program(w: torch.Tensor) -> torch.Tensor:
         row = w.diagonal()

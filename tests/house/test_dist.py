@@ -127,7 +127,7 @@ def environment(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
 
 @pytest.fixture
 def with_torch(environment: Path) -> Path:
-    """The same, with the packages of the environment that the tests run in behind its own."""
+    """The same, with the packages of the environment that the tests run in after its own."""
     own = sysconfig.get_path("purelib", vars={"base": str(environment / "venv")})
     lines = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
     (Path(own) / "torch_of_the_tests.pth").write_text("\n".join(lines))

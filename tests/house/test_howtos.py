@@ -21,10 +21,10 @@ class Copy:
         shutil.copytree(PASSES, root / "passes", ignore=ignore)
         shutil.copytree(PACKAGE, root / "mpcompile", symlinks=True, ignore=ignore)
 
-    def insert(self, path: str, text: str, *, behind: str) -> None:
-        """Add lines behind the one line that starts so."""
+    def insert(self, path: str, text: str, *, after: str) -> None:
+        """Add lines after the one line that starts so."""
         lines = (self.root / path).read_text().splitlines(keepends=True)
-        (at,) = [i for i, line in enumerate(lines) if line.strip().startswith(behind)]
+        (at,) = [i for i, line in enumerate(lines) if line.strip().startswith(after)]
         (self.root / path).write_text("".join([*lines[: at + 1], text, *lines[at + 1 :]]))
 
     def run(self, *arguments: str) -> str:
@@ -92,7 +92,7 @@ def test_add_an_operator(copy: Copy) -> None:
         '_row(LOW, "a product of ours", "mylib::project", product="x[m,k] w[k,n] -> [m,n]",\n'
         "     multiplies=True)\n"
     )
-    copy.insert("mpcompile/rules/table.py", row, behind='_row(LOW, _WHY, "addmv mv"')
+    copy.insert("mpcompile/rules/table.py", row, after='_row(LOW, _WHY, "addmv mv"')
     assert copy.run("-c", OPERATOR) == "LOW f16[8, 16] a product of ours\n"
     page = copy.run("-m", "mpcompile.rules.docs_page")
     line = "* `mylib::project`: product: `x[m,k] w[k,n] -> [m,n]`; multiplies"
@@ -133,18 +133,18 @@ print([n.op for n in plan.nodes], "name_relus" in plan.changed, "name_relus" in 
 """
 
 
-def add_pass(copy: Copy, text: str, *, behind: str) -> None:
+def add_pass(copy: Copy, text: str, *, after: str) -> None:
     (copy.root / "passes" / "graph" / "name_relus.py").write_text(text)
     for line, before in (
         ("from .passes.graph.name_relus import name_relus", "from .passes.graph.narrow_softmax"),
-        ("    name_relus,", behind),
+        ("    name_relus,", after),
         ('    "name_relus": "clamp_min stays",', "MAY_BE_DISABLED: Mapping"),
     ):
-        copy.insert("mpcompile/plans/pipeline.py", f"{line}\n", behind=before)
+        copy.insert("mpcompile/plans/pipeline.py", f"{line}\n", after=before)
 
 
 def test_add_a_pass(copy: Copy) -> None:
-    add_pass(copy, PASS, behind="drop_noop_casts,")
+    add_pass(copy, PASS, after="drop_noop_casts,")
     assert copy.run("-c", USE_PASS) == "['aten::relu', 'aten::add'] True True\n"
     without = copy.run("-c", USE_PASS, "name_relus")
     assert without == "['aten::clamp_min', 'aten::add'] False False\n"
@@ -152,14 +152,14 @@ def test_add_a_pass(copy: Copy) -> None:
 
 
 def test_a_pass_that_breaks_a_promise_is_named(copy: Copy) -> None:
-    """The promises hold behind a pass that nobody has written a check for."""
+    """The promises hold after a pass that nobody has written a check for."""
     careless = PASS.replace(
         "    return bool(found)",
         "    for node in gm.graph.find_nodes(op='call_function', target=aten.add.Tensor):\n"
         "        ir.set_mark(node, ir.Mark(Precision.LOW, ir.By.PLAN, 'no', config.format))\n"
         "    return bool(found)",
     ).replace("import Config", "import Config, Precision")
-    add_pass(copy, careless, behind="place_casts,  #")
+    add_pass(copy, careless, after="place_casts,  #")
     text = USE_PASS.replace(
         "run(torch.randn(4))",
         "try:\n    run(torch.randn(4))\n    sys.exit(1)\n"

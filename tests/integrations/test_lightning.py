@@ -111,7 +111,7 @@ def test_what_is_logged_is_what_plain_lightning_logs() -> None:
     }  # fmt: skip
     assert ours == pytest.approx(plain, abs=0.01)
     # A metric ends a graph and is inside of none: there are the validation step and, of the
-    # training step, what comes before the accuracy, between the two metrics, and behind them.
+    # training step, what comes before the accuracy, between the two metrics, and after them.
     assert len(compiled_plans(module)) <= 4
 
 
@@ -123,7 +123,7 @@ class Annealed(Net):
         return self.loss(batch) * min(1.0, done)
 
 
-def test_the_number_of_the_step_does_not_compile_it_anew() -> None:
+def test_the_number_of_the_step_does_not_compile_it_again() -> None:
     plain = fitted(made(Annealed), max_epochs=4)
     module = fitted(made(Annealed), max_epochs=4, **plugin())
     # At first the numbers are constants; when they change they become inputs, the epoch's last.
@@ -155,7 +155,7 @@ def test_a_second_fit_keeps_graphs_and_scale() -> None:
 
 
 @pytest.mark.slow("trains by a trainer of others")
-def test_another_trainer_compiles_a_module_anew() -> None:
+def test_another_trainer_compiles_a_module_again() -> None:
     module = fitted(made(Logging), **plugin())
     fitted(module, **plugin(level="O2"))
     assert {plan.level for plan in compiled_plans(module)} == {"O2"}

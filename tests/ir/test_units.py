@@ -187,7 +187,7 @@ def test_each_scaling_node_matters_around_an_unknown_backward() -> None:
 
 
 def test_a_gradient_that_is_missing_is_no_zero() -> None:
-    """Behind both operators, whose backwards would otherwise get zeros in its place."""
+    """After both operators, whose backwards would otherwise get zeros in its place."""
 
     class Cut(torch.autograd.Function):
         @staticmethod

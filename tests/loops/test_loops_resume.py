@@ -33,7 +33,7 @@ class Run:
     """Model, optimizer and schedule: what a training script makes before it loads anything."""
 
     def __init__(self, way: Way) -> None:
-        # Growth every three good steps: at the third step after an overflow, which comes behind
+        # Growth every three good steps: at the third step after an overflow, which comes after
         # the checkpoint. So the end depends on how many good steps the checkpoint remembers.
         scale = LossScale.dynamic(init_scale=1024.0, growth_interval=3)
         self.model = way.model(network(), loss_scale=scale)
@@ -68,7 +68,7 @@ class Run:
 
 
 def resume(folder: str) -> None:
-    """What the new process does; its random numbers are seeded anew in each step."""
+    """What the new process does; its random numbers are seeded again in each step."""
     for name, way in WAYS.items():
         torch.manual_seed(123)  # other weights than those that were saved
         run = Run(way.again)

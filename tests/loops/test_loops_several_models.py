@@ -1,4 +1,4 @@
-"""Models together: a frozen critic behind a plain generator, shared weights, a teacher; and GANs,
+"""Models together: a frozen critic after a plain generator, shared weights, a teacher; and GANs,
 two networks with two optimizers and one graph that runs through both.
 """
 
@@ -24,7 +24,7 @@ def features() -> nn.Module:
 
 @pytest.mark.parametrize("planted", [None, 2])
 @pytest.mark.parametrize("level", ["O1", "O2"])
-def test_a_perceptual_loss_behind_a_plain_generator(level: str, planted: int | None) -> None:
+def test_a_perceptual_loss_after_a_plain_generator(level: str, planted: int | None) -> None:
     """Only the frozen critic is compiled: the generator's optimizer holds none of its parameters,
     and the gradients that overflow in the critic end in the generator.
     """

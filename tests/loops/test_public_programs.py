@@ -185,7 +185,7 @@ def near(ours: Measured, peer: Measured, right: Measured, dtype: torch.dtype) ->
     found, allowed = errors(ours, right), errors(peer, right)
     for name, each in found.items():
         spare = rounding(dtype) if name else 0.0
-        # On the same batch: behind a ReLU, errors of one way differ by a factor of ten.
+        # On the same batch: after a ReLU, errors of one way differ by a factor of ten.
         over = median(e - spare - MOST * a for e, a in zip(each, allowed[name], strict=True))
         assert over <= 0, f"{name or 'all'}: {median(each):.2g} against {median(allowed[name]):.2g}"
 

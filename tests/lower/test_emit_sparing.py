@@ -19,7 +19,7 @@ TIME, BATCH, WIDTH = 4, 8, 8
 
 
 class Chained(nn.Module):
-    """An LSTM, and behind it three elementwise operators over `wide` copies of its results."""
+    """An LSTM, and after it three elementwise operators over `wide` copies of its results."""
 
     def __init__(self, wide: int, drops: float = 0.0) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ def test_only_the_piece_that_gains_is_compiled(wide: int, pieces: int) -> None:
         )
 
 
-def test_a_dropout_behind_an_rnn_is_torchs_own_beside_a_piece_that_is_compiled() -> None:
+def test_a_dropout_after_an_rnn_is_torchs_own_beside_a_piece_that_is_compiled() -> None:
     """So it drops what eager PyTorch drops, and the gradient has the same zeros."""
     torch.manual_seed(3)
     net = Chained(LEAST, drops=0.4)

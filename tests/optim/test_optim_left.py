@@ -137,7 +137,7 @@ WHY: dict[type[Optimizer], str] = {
     CountsInItself: f"the attribute 'count' {_COUNTS}",
     CountsInADict: f"the attribute 'seen' {_COUNTS}",
     CountsInAnObject: f"the attribute 'clock' with 'ticks' {_COUNTS}",
-    DrawsNumbers: "it draws from `random`, in every step anew",
+    DrawsNumbers: "it draws from `random`, in every step again",
     Branches: _BRANCHES,
     BranchesOnItem: _BRANCHES,
     Rounds: _BRANCHES,

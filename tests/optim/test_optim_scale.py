@@ -122,7 +122,7 @@ def test_two_optimizers_over_one_model_move_it_once() -> None:
 
 
 def test_an_overflow_that_a_plain_optimizer_saw_first_moves_it_once() -> None:
-    """The generated step is compiled, and the scale's state moves to the device, behind that."""
+    """The generated step is compiled, and the scale's state moves to the device, after that."""
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     mpcompile(model, dtype=torch.float16, emit="eager", loss_scale=LossScale.dynamic(1024.0))
     first = SGD(model[0].parameters(), lr=0.1)

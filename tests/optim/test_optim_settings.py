@@ -161,7 +161,7 @@ def test_a_param_group_removed_between_steps() -> None:
     twins.agree()
 
 
-def test_state_thrown_away_starts_anew() -> None:
+def test_state_thrown_away_starts_again() -> None:
     twins = Twins(decayed)
     for step in range(4):
         if step == 2:
@@ -172,7 +172,7 @@ def test_state_thrown_away_starts_anew() -> None:
     assert twins.optimizer.state[twins.mine[0]]["step"] == 2
 
 
-def test_a_hook_that_is_registered_compiles_nothing_anew() -> None:
+def test_a_hook_that_is_registered_compiles_nothing_again() -> None:
     """Hooks run around the step and are no part of it."""
     p = torch.nn.Parameter(torch.ones(4))
     optimizer = MPOptimizer(torch.optim.SGD([p], lr=0.5), emit="eager")

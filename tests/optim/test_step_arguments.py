@@ -53,7 +53,7 @@ class AsksTwice(torch.optim.SGD):
 
 @pytest.fixture(autouse=True)
 def something_compiled() -> nn.Module:
-    """Somebody's compiled model, with which no optimizer here has to do, if not told otherwise."""
+    """Someone's compiled model, with which no optimizer here has to do, if not told otherwise."""
     compiled = mpcompile(mlp(), **FP16)
     compiled(torch.randn(4, 8)).sum().backward()
     return compiled

@@ -246,7 +246,7 @@ def test_every_output_along_a_padded_chain_has_its_own_size() -> None:
     all_aligned(program, torch.randn(8, 8))
 
 
-def test_views_behind_a_padded_product() -> None:
+def test_views_after_a_padded_product() -> None:
     up = nn.Linear(8, 21)
 
     def program(x: Tensor) -> Any:
@@ -261,7 +261,7 @@ def test_views_behind_a_padded_product() -> None:
 
 
 @pytest.mark.parametrize("method", ["contiguous", "clone"])
-def test_a_layout_behind_a_padded_product(method: str) -> None:
+def test_a_layout_after_a_padded_product(method: str) -> None:
     """What lanes hold is found out with single numbers, which have no such layout."""
     up, down = nn.Linear(8, 21), nn.Linear(21, 5)
 

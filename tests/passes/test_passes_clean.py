@@ -213,7 +213,7 @@ def test_the_bias_of_a_product() -> None:
 
 
 def test_of_convolutions_those_that_are_products() -> None:
-    """Inductor lays other weights out anew, where it casts them; and a bias it adds elsewhere."""
+    """Inductor lays other weights out again, where it casts them; and a bias it adds elsewhere."""
 
     def convolved(x: Tensor, v: Tensor, w: Tensor, far: Tensor, bias: Tensor) -> tuple[Tensor, ...]:
         zeros, ones = [0, 0], [1, 1]
@@ -254,7 +254,7 @@ def test_not_what_lies_otherwise_or_is_written(by: str) -> None:
     assert not cast_together(gm.graph)
 
 
-def test_what_is_written_behind_it() -> None:
+def test_what_is_written_after_it() -> None:
     """As by the optimizer's step in a whole one; and what two products read is kept anyway."""
 
     def stepped(x: Tensor, v: Tensor, w: Tensor) -> tuple[Tensor, ...]:

@@ -108,7 +108,7 @@ def an_operator_of_unknown_range(x: torch.Tensor) -> Any:
         an_operator_of_unknown_range,
     ],
 )  # fmt: skip
-def test_leaves_what_somebody_could_tell(program: Any) -> None:
+def test_leaves_what_someone_could_tell(program: Any) -> None:
     stage = Stage(functionalize, program, torch.randn(2))
     assert not stage.run()
     assert "_(" in stage.text
@@ -150,7 +150,7 @@ REFUSED = {"resize_", "resize_as_", "float_power"}
 
 
 def products_around(change: Callable[[torch.Tensor], Any], like: torch.Tensor) -> list[str]:
-    """The precisions of a product before, and of one behind what changes its result."""
+    """The precisions of a product before, and of one after what changes its result."""
 
     def program(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         h = (x @ w).sigmoid().view(-1)[: like.numel()].reshape(like.shape) * 0.4 + 0.3

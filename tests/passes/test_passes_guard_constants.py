@@ -147,7 +147,7 @@ relu_1: FOLLOW [table]
 """)
 
 
-# -- products behind integers ---------------------------------------------------------------------
+# -- products after integers ---------------------------------------------------------------------
 
 BEHIND_INTEGERS: dict[str, Callable[..., torch.Tensor]] = {
     "a mask": lambda h, n: h * (n > 2).to(h.dtype),
@@ -173,7 +173,7 @@ BEHIND_INTEGERS: dict[str, Callable[..., torch.Tensor]] = {
 @pytest.mark.parametrize("name", BEHIND_INTEGERS)
 @pytest.mark.parametrize("low", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("level", ["O1", "O2"])
-def test_products_behind_integers_are_low(name: str, low: torch.dtype, level: str) -> None:
+def test_products_after_integers_are_low(name: str, low: torch.dtype, level: str) -> None:
     """What was computed from data, too, is rounded as the data is."""
 
     def program(x: torch.Tensor, w: torch.Tensor, n: torch.Tensor) -> torch.Tensor:
@@ -215,7 +215,7 @@ def test_integers_themselves_are_exact_for_one_product(program: Any) -> None:
     assert stage.mark("linear_1").precision is Precision.LOW
 
 
-def test_an_angle_stays_exact_behind_a_product() -> None:
+def test_an_angle_stays_exact_after_a_product() -> None:
     def program(x: torch.Tensor, w: torch.Tensor, n: torch.Tensor) -> torch.Tensor:
         angles = torch.einsum("i,j->ij", n.float(), w[0])
         return F.linear(x, w) * torch.cat([angles[:, :2], angles[:, 2:]], 1).cos()

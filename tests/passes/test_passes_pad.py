@@ -1,4 +1,4 @@
-"""pad: which dims of which products are padded, and to what size; inside of checkpoints, behind
+"""pad: which dims of which products are padded, and to what size; inside of checkpoints, after
 writes in place and on the way of gradients, too.
 """
 
@@ -193,7 +193,7 @@ def test_inside_a_checkpoint() -> None:
     inside = [n for n in body.graph.nodes if ir.is_op(n)]
     linear = [n for n in inside if ir.op_name(n) == "aten::linear"]
     assert [tuple(ir.shape(n)) for n in linear] == [(8, 24), (8, 16)]
-    assert [ir.op_name(n) for n in inside].count("aten::slice") == 0  # goes on padded behind it
+    assert [ir.op_name(n) for n in inside].count("aten::slice") == 0  # goes on padded after it
     assert_exact(Checkpointed(), torch.randn(8, 16))
 
 
@@ -211,7 +211,7 @@ def test_gradients_of_a_checkpoint(level: str, emit: str) -> None:
 
 
 def test_a_value_that_is_written_in_place() -> None:
-    """`y` is padded anew behind each write."""
+    """`y` is padded again after each write."""
 
     def program(x: Tensor, y: Tensor) -> Any:
         y = y * 2

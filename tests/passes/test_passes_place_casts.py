@@ -1,4 +1,4 @@
-"""place_casts: one cast per value and dtype, right behind its producer."""
+"""place_casts: one cast per value and dtype, right after its producer."""
 
 import pytest
 import torch

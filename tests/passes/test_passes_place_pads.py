@@ -20,7 +20,7 @@ from mpcompile.rules.policy import Policy
 # -- chains and weights ----------------------------------------------------------------------------
 
 
-def test_weights_are_padded_behind_their_cast_and_nothing_is_cut_between_products() -> None:
+def test_weights_are_padded_after_their_cast_and_nothing_is_cut_between_products() -> None:
     stage = placed(Chain(), torch.randn(8, 257))
     first, second = nodes(stage, "linear")
     (gelu,) = nodes(stage, "gelu")

@@ -177,7 +177,7 @@ def decisions(stage: Stage) -> str:
     ("level", "stream", "tables"), [("O1", "FULL", "plan"), ("O2", "LOW", "guard")]
 )
 def test_a_gpt_block(level: str, stream: str, tables: str) -> None:
-    """A layer of the demo's GPT, and the norm behind it. FP32 is what reads the FP32 tables of
+    """A layer of the demo's GPT, and the norm after it. FP32 is what reads the FP32 tables of
     rotary positions. So is the residual stream at O1; at O2 it is low, as the norms keep it for
     the backward.
     """

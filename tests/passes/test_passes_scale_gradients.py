@@ -92,7 +92,7 @@ class Clip(torch.autograd.Function):
 
 
 def test_a_backward_of_the_users_gets_gradients_true_to_size() -> None:
-    """Undone before the call, redone behind it: both directions cross an FP32 edge."""
+    """Undone before the call, redone after it: both directions cross an FP32 edge."""
 
     def program(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         return F.linear(Clip.apply(F.linear(x, w)), w)

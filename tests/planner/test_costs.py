@@ -94,14 +94,14 @@ def test_without_a_backward_only_the_forward_counts() -> None:
 
 
 def read_elsewhere(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    """`sigmoid` is read by `exp` in its own kernel and, behind a product, by `add`."""
+    """`sigmoid` is read by `exp` in its own kernel and, after a product, by `add`."""
     h = torch.sigmoid(F.linear(x, w))
     return h.exp().sum() + (F.linear(h, w) + h).sum()
 
 
 @LEVELS
 def test_terms_of_stored_values(level: str) -> None:
-    """Written once, read once behind the product; kept for the backward at O2 alone."""
+    """Written once, read once after the product; kept for the backward at O2 alone."""
     stage = staged(read_elsewhere, leaf(8, 8), leaf(8, 8), level=level)
     objective = Objective(stage.gm.graph, stage.config)
     again = 2 * UNIT * 64  # two bytes of 64 elements
@@ -201,7 +201,7 @@ def test_a_small_model_on_a_gpu_is_told_how_large_a_batch_pays(
 
 @LEVELS
 def test_a_small_product_between_large_ones_is_low(level: str) -> None:
-    """To cast in front of it and behind it would cost more than it saves."""
+    """To cast in front of it and after it would cost more than it saves."""
 
     def forward(m: nn.Module, x: torch.Tensor) -> torch.Tensor:
         return m.outer(m.inner(m.outer(x))).exp()

@@ -68,7 +68,7 @@ def wanted_in_full(best: Mapping[Item, bool]) -> list[fx.Node]:
 def is_optimal(stage: Stage) -> int:
     """Run the pass and compare with every assignment; how many items it had to decide.
 
-    At O2 products that are FP32 are settled first, and all assignments are tried anew.
+    At O2 products that are FP32 are settled first, and all assignments are tried again.
     """
     graph = stage.gm.graph
     before = {n: ir.mark(n) for n in graph.nodes if ir.is_marked(n)}

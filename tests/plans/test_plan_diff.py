@@ -82,7 +82,7 @@ def test_a_node_of_one_plan() -> None:
 
 
 def test_names_that_shifted() -> None:
-    """A layer more in front: `linear_1` is another one then, and every name behind it moves."""
+    """A layer more in front: `linear_1` is another one then, and every name after it moves."""
     first = [node(f"linear_{i}", module=f"layers.{i}") for i in range(5)]
     second = [node("linear_0", module="new", rule="policy")]
     second += [node(f"linear_{i + 1}", module=f"layers.{i}") for i in range(5)]
@@ -111,14 +111,14 @@ def test_a_cast_is_known_by_what_it_reads() -> None:
 
 
 def test_casts_of_values_whose_names_shifted() -> None:
-    """A pad, and the cast of what was padded, behind a layer that has another number."""
+    """A pad, and the cast of what was padded, after a layer that has another number."""
 
-    def behind(number: int) -> list[PlanNode]:
+    def after(number: int) -> list[PlanNode]:
         name = f"linear_{number}"
         chain = cast(f"{name}_cut", name, rule="pad"), cast(f"{name}_f32", f"{name}_cut")
         return [node(name, module="last"), *chain]
 
-    first, second = behind(1), [node("linear_1", module="new"), *behind(2)]
+    first, second = after(1), [node("linear_1", module="new"), *after(2)]
     assert names(diff_of(first, second)) == [(None, "linear_1")]
 
 

@@ -182,7 +182,7 @@ NEAR = {"fp16": 2.0**-9, "builtin": 2.0**-9, "bf16": 2.0**-6}
 
 
 def _hooks_of_torch(rank: int) -> None:
-    """They get unscaled gradients in FP32; overflows are counted behind them."""
+    """They get unscaled gradients in FP32; overflows are counted after them."""
     for name, dtype, level, ours in (
         ("fp16", FP16, "O1", False),
         ("fp16", FP16, "O2", True),

@@ -93,7 +93,7 @@ def positive(level: str) -> nn.Sequential:
 
 
 def clip_by_value(rank: int, level: str, ours: bool) -> None:
-    """Behind it all numbers are finite, on all ranks: only the count knows, and on all ranks."""
+    """After it all numbers are finite, on all ranks: only the count knows, and on all ranks."""
     for accumulated in (False, True):
         net = positive(level)
         model, optimizer = DDP(net), held(sgd(net), ours)

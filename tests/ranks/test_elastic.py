@@ -1,4 +1,4 @@
-"""A rank is killed in mid-run; torchrun starts all ranks anew, and the run ends bit-equal."""
+"""A rank is killed in mid-run; torchrun starts all ranks again, and the run ends bit-equal."""
 
 import os
 import subprocess
@@ -18,7 +18,7 @@ pytestmark = [
 
 
 def torchrun(*arguments: str, restarts: int) -> None:
-    """Two ranks of a program, which torchrun's elastic agent may start anew."""
+    """Two ranks of a program, which torchrun's elastic agent may start again."""
     path = os.pathsep.join([str(SUPPORT), str(ROOT)])
     variables = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "MPCOMPILE_PROFILE": "none"}
     # A store of its own for each start. In the one that torchrun shares between them, gloo may find

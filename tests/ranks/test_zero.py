@@ -174,7 +174,7 @@ def checkpoint(rank: int) -> None:
     def go_on(net: nn.Module, optimizer: Any, seed: int) -> torch.Tensor:
         for group in optimizer.param_groups:
             group["lr"] = 0.01 * (seed + 1)
-        for p in net.parameters():  # all ranks have the same gradients, as behind a reduction
+        for p in net.parameters():  # all ranks have the same gradients, as after a reduction
             p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(seed))
         optimizer.step()
         return flat(net)

@@ -48,7 +48,7 @@ def products(stage: Stage) -> list[fx.Node]:
     return [n for n in stage.gm.graph.nodes if ir.op_name(n) == "aten::linear"]
 
 
-def behind(node: fx.Node) -> list[torch.dtype]:
+def after(node: fx.Node) -> list[torch.dtype]:
     """The dtypes of the values that the node is computed from by casts and arithmetic of ours."""
     found, queue = [], [node]
     while queue:
@@ -68,9 +68,9 @@ def test_operands_of_products_are_rounded(level: str) -> None:
         assert ir.dtype(linear) is BF16
         x, w, *bias = linear.all_input_nodes
         assert {ir.dtype(n) for n in (x, w, *bias)} == {BF16}
-        assert E4M3 in behind(x)
-        assert E4M3 in behind(w)
-        assert all(E4M3 not in behind(b) for b in bias)  # added, not multiplied
+        assert E4M3 in after(x)
+        assert E4M3 in after(w)
+        assert all(E4M3 not in after(b) for b in bias)  # added, not multiplied
 
 
 def test_nothing_else_is_rounded_to_it() -> None:

@@ -155,7 +155,7 @@ def test_asks_once(probes: list[str]) -> None:
     ids=["mode", "rank", "flag"],
 )
 def test_asks_again(probes: list[str], other: fx.Node) -> None:
-    """What may pick another kernel is asked anew."""
+    """What may pick another kernel is asked again."""
     first = call(aten.scatter_reduce.two, x, 0, long[:, None], x, "sum")
     for node in (first, other):
         kernels.has_kernel(node, torch.float16, CPU)

@@ -102,7 +102,7 @@ def test_the_top_of_a_file_says_which_mpcompile_wrote_it(tmp_path: Path) -> None
         assert re.match(rf'"?written_by"?( =|:) "mpcompile {re.escape(version)}"', first)
 
 
-def test_reasons_stand_behind_their_lines(tmp_path: Path) -> None:
+def test_reasons_stand_after_their_lines(tmp_path: Path) -> None:
     policy = Policy(modules={"^a$": "fp32"}, nodes={"linear_3": "fp32", "linear_4": "low"})
     why = {"linear_3": "amax 1.2e5\nin 3 of 10 batches", "^a$": "a square"}
     policy.save(tmp_path / "pins.toml", comments=why)

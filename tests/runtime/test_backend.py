@@ -53,7 +53,7 @@ def test_a_graph_that_updates_parameters_says_so() -> None:
 
 
 def test_an_update_by_hand_in_grad_mode_is_one() -> None:
-    """As a language model's loop does it, with clipping, behind a backward that ends a graph."""
+    """As a language model's loop does it, with clipping, after a backward that ends a graph."""
     weight = nn.Parameter(torch.ones(4))
     weight.grad = torch.full((4,), 2.0)
 

@@ -159,7 +159,7 @@ class Breaks(nn.Module):
 
 
 def test_models_that_share_a_method_have_a_limit_each() -> None:
-    """Behind a break Dynamo keeps what it compiles at the method, which other models have, too."""
+    """After a break Dynamo keeps what it compiles at the method, which other models have, too."""
     with torch._dynamo.config.patch(recompile_limit=4):
         for _ in range(6):
             net = nn.Sequential(nn.Linear(64, 64), Breaks())
@@ -168,7 +168,7 @@ def test_models_that_share_a_method_have_a_limit_each() -> None:
             assert len(compiled_plans(model)) >= 1
 
 
-def test_what_has_no_graph_is_given_up_with_all_behind_it() -> None:
+def test_what_has_no_graph_is_given_up_with_all_after_it() -> None:
     net = Breaks()
 
     def train() -> None:

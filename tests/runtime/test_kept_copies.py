@@ -253,7 +253,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 @pytest.mark.slow("compiles several models")
 @pytest.mark.parametrize("wraps", [lambda o: o, lambda o: MPOptimizer(o, emit="eager")])
 @pytest.mark.parametrize("level", ["O1", "O2"])
-def test_a_training_has_no_copies_and_compiles_nothing_anew(level: str, wraps: Any) -> None:
+def test_a_training_has_no_copies_and_compiles_nothing_again(level: str, wraps: Any) -> None:
     model, plain = compiled(level=level), net()
     optimizer = wraps(torch.optim.SGD(model.parameters(), lr=0.1))
     twin = compiled(plain, level=level)

@@ -208,7 +208,7 @@ def test_the_log_waits_for_no_device(facts: Facts, monkeypatch: pytest.MonkeyPat
     assert facts("scale") == []
     assert live.stepped() == (8, 1, 1, 2.0**10, False)
     assert [one["event"] for one in facts("scale")] == ["skipped", "moved"]
-    assert live.stepped() is None  # asked at once: somebody listens
+    assert live.stepped() is None  # asked at once: someone listens
     assert Arriving.made == 2
 
 

@@ -29,7 +29,7 @@ BF16, WORDS, WIDTH = torch.bfloat16, 61, 32
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.before, self.behind = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.before, self.after = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
         self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
         self.up, self.down = nn.Linear(WIDTH, 64), nn.Linear(64, WIDTH)
 
@@ -38,7 +38,7 @@ class Block(nn.Module):
         q, k, v = self.qkv(self.before(x)).view(b, t, 3, 4, d // 4).permute(2, 0, 3, 1, 4)
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(mixed.transpose(1, 2).reshape(b, t, d))
-        return x + self.down(F.gelu(self.up(self.behind(x))))
+        return x + self.down(F.gelu(self.up(self.after(x))))
 
 
 class GPT(nn.Module):
@@ -187,7 +187,7 @@ def test_lora_on_a_bf16_base(level: str, dtype: torch.dtype) -> None:
     assert {n.precision for n in products} == {"LOW"}
     casts = [n for n in plan.nodes if n.rule == "cast" and n.planned.startswith("f32")]
     weights = [n for n in casts if n.reads[0].endswith("weight")]
-    assert all("norm" in n.reads[0] or "before" in n.reads[0] or "behind" in n.reads[0]
+    assert all("norm" in n.reads[0] or "before" in n.reads[0] or "after" in n.reads[0]
                for n in weights)  # fmt: skip
     shapes = {tuple(p.shape) for p in model.parameters() if p.ndim == 2 and not p.requires_grad}
     assert not [t for t in seen if t.dtype is torch.float32 and tuple(t.shape) in shapes]

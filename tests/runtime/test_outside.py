@@ -66,7 +66,7 @@ class ByHand(nn.Module):
         return x
 
 
-class Behind(nn.Module):
+class After(nn.Module):
     """A head that is compiled, and a loop that is not."""
 
     def __init__(self, features: int) -> None:
@@ -142,7 +142,7 @@ def assert_near(got: Tensor, wanted: Tensor) -> None:
 
 
 @pytest.mark.slow("compiles several models")
-def test_an_optimizer_that_takes_over_parameters_compiles_them_anew() -> None:
+def test_an_optimizer_that_takes_over_parameters_compiles_them_again() -> None:
     net = Loop()
     assert said(net, level="O2") == []
     optimizer = MPOptimizer(torch.optim.SGD(net.parameters(), lr=1e-2), emit="eager")
@@ -240,7 +240,7 @@ def test_the_share_counts_each_run_of_a_graph() -> None:
     class Parts(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.parts = nn.ModuleList([Behind(32), Behind(32)])
+            self.parts = nn.ModuleList([After(32), After(32)])
 
         def forward(self, x: Tensor) -> Tensor:
             return sum((part(x) for part in self.parts), torch.zeros(()))
@@ -260,7 +260,7 @@ def test_nothing_is_said_where_all_is_compiled(net: nn.Module, emit: str) -> Non
 
 @pytest.mark.slow("compiles several models")
 def test_nothing_is_said_of_a_hundredth() -> None:
-    assert said(Behind(32 * 128)) == []
+    assert said(After(32 * 128)) == []
 
 
 def test_nothing_is_said_of_products_that_run_low() -> None:

@@ -250,9 +250,9 @@ def test_fp16_is_left_to_its_loss_scale(caplog: pytest.LogCaptureFixture) -> Non
     silent(training(model, sgd(model), bad_from=1), 3)
 
 
-@pytest.mark.slow("compiles four graphs, and two of them anew")
+@pytest.mark.slow("compiles four graphs, and two of them again")
 def test_graphs_of_a_model_speak_once() -> None:
-    """Each returns a loss, and there are two optimizers; and it is compiled anew."""
+    """Each returns a loss, and there are two optimizers; and it is compiled again."""
 
     def forward(m: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         first = m.first(x)
@@ -263,7 +263,7 @@ def test_graphs_of_a_model_speak_once() -> None:
     optimizers = sgd(model.first), sgd(model.last)
 
     def step(number: int) -> None:
-        rows = 4 if number < 30 else 5  # compiled anew
+        rows = 4 if number < 30 else 5  # compiled again
         losses = model(torch.randn(rows, 8) * (math.nan if number > 6 else 1))
         torch.stack(losses).sum().backward()
         for optimizer in optimizers:
@@ -273,7 +273,7 @@ def test_graphs_of_a_model_speak_once() -> None:
     Said().run(step, 50).once(until=6 + WITHIN)
 
 
-def test_another_training_is_told_anew() -> None:
+def test_another_training_is_told_again() -> None:
     for _ in range(2):
         model = mpcompile(mlp(), **BF16)
         Said().run(training(model, sgd(model), bad_from=3), 12).once(until=3 + WITHIN)

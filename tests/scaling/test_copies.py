@@ -145,7 +145,7 @@ def test_the_step_leaves_the_copies_fresh() -> None:
         one_step(model, optimizer, seed)
         kept = copies_of(model.fc1.weight)[torch.float16]  # type: ignore[arg-type, union-attr]
         with torch.no_grad():
-            kept.tensor.add_(1)  # a forward that cast anew would undo this
+            kept.tensor.add_(1)  # a forward that cast again would undo this
         x = torch.randn(4, 8)
         assert not torch.allclose(model(x), without_copies(model, torch.float16, x))
         with torch.no_grad():
@@ -171,11 +171,11 @@ def test_tied_weights_have_one_copy_and_a_true_fp32_gradient() -> None:
 
 
 class Named(nn.Parameter):
-    """Somebody's own class of parameters."""
+    """Someone's own class of parameters."""
 
 
 def test_a_parameter_of_another_class_is_never_read_stale() -> None:
-    """It keeps its class, which doesn't note writes through `.data`: each forward casts it anew."""
+    """It keeps its class, which doesn't note writes through `.data`: so each forward casts it."""
     net = Net()
     net.fc1.weight = Named(net.fc1.weight.detach().clone())  # type: ignore[union-attr]
     model, optimizer = trained(net, torch.float16)

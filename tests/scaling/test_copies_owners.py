@@ -53,7 +53,7 @@ def test_evaluations_compiled_after_training_are_no_other_model() -> None:
 
 
 def test_a_look_at_data_between_two_forwards_writes_nothing() -> None:
-    """Autograd would take a copy cast anew for a change of what the first forward saved."""
+    """Autograd would take a copy cast again for a change of what the first forward saved."""
     net = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4))
     twin = copy.deepcopy(net)
     model = mpcompile(net, dtype=torch.bfloat16, level="O2", emit="eager", strict=True)

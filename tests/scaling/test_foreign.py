@@ -1,4 +1,4 @@
-"""Somebody else's GradScaler or autocast around what is compiled is noticed."""
+"""Someone else's GradScaler or autocast around what is compiled is noticed."""
 
 import copy
 import logging

@@ -73,7 +73,7 @@ def test_an_unrelated_optimizer_is_left_alone() -> None:
     assert not torch.equal(before[0], other[0].weight)
 
 
-# -- several optimizers behind one backward -------------------------------------------------------
+# -- several optimizers after one backward -------------------------------------------------------
 
 
 def test_each_optimizer_looks_for_itself() -> None:

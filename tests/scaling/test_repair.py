@@ -212,7 +212,7 @@ def test_a_pin_holds_for_other_sizes() -> None:
 
 @pytest.mark.filterwarnings("ignore:4 optimizer steps in a row")
 def test_a_model_beside_it_keeps_its_scale() -> None:
-    """Its own scale is too high at the same time, and it stands behind a layer that isn't compiled:
+    """Its own scale is too high at the same time, and it stands after a layer that isn't compiled:
     what the repaired model made has not come into it.
     """
     training = Training(compiled(Activation, repair=True))

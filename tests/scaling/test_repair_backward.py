@@ -160,7 +160,7 @@ BOUNDED = ["sigmoid", "maximum", "minimum"]
 
 
 class Bounded(nn.Module):
-    """Its user says that the bound may be rounded: to 1, where a logit is infinite. (Behind a
+    """Its user says that the bound may be rounded: to 1, where a logit is infinite. (After a
     clamp, torch 2.14 knows that there is no gradient.)
     """
 

@@ -55,7 +55,7 @@ RARELY = st.sampled_from([False, False, True])
 
 
 class Machine(RuleBasedStateMachine):
-    """Each rule is one line of somebody's loop; the world asserts after each."""
+    """Each rule is one line of someone's loop; the world asserts after each."""
 
     world: Any = None  # a World, once there is one
 

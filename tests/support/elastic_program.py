@@ -18,7 +18,7 @@ import torch.distributed as dist
 from trained_on_ranks import WAYS, Training
 
 STEPS, EVERY = 7, 2
-KILLED = 5  # one step behind a checkpoint
+KILLED = 5  # one step after a checkpoint
 
 
 def checkpoints(folder: Path) -> list[int]:

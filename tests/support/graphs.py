@@ -58,7 +58,7 @@ class Stage:
         return changed
 
     def run_twice(self) -> None:
-        """Run the pass; a second run must change nothing and decide nothing anew."""
+        """Run the pass; a second run must change nothing and decide nothing again."""
         self.run()
         text, marks = self.text, self.marks
         assert not self.run()

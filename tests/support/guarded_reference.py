@@ -16,7 +16,7 @@ A step that must be skipped and is not is a bug, as is one that is skipped and m
 the two is what is harmless, each seen in practice:
 
 * `zero_grad(set_to_none=False)`: gradients of zero are gradients still, so a forward voids nothing.
-* Somebody else looked: of two optimizers over one model (or of the model and a second one), one
+* Someone else looked: of two optimizers over one model (or of the model and a second one), one
   stepped and both then dropped their gradients. The next forward has nothing to look at and voids
   nothing, and the other's next step is skipped.
 * Gradients of one model were dropped, and the optimizer, which holds another's too, steps before
@@ -128,7 +128,7 @@ class Scale:
 
     Attributes:
         bad: when the last bad pass was.
-        looked: when somebody looked last; `void`: what came before it was thrown away.
+        looked: when someone looked last; `void`: what came before it was thrown away.
         looks: when each optimizer looked last.
         forwards, moved_at, overflow_at: training forwards, and for which one the scale has moved,
             and has moved down.

@@ -122,7 +122,7 @@ class _Grower:
         self.unread: set[str] = set()
 
     def grow(self) -> None:
-        """Begin in the low dtype, as behind a layer; then draw lines."""
+        """Begin in the low dtype, as after a layer; then draw lines."""
         pairs = (("x0", "x1"), ("x2", "x3"), ("x0", "x2"))
         for name in self.choose.choice(pairs):
             weight = "w0" if name in ("x0", "x1") else "w1"

@@ -86,7 +86,7 @@ MUTANTS = (
     ),
     Mutant(
         "branch-not-scaled",
-        "behind an autograd.Function the scale is missing in one branch of the gradients",
+        "after an autograd.Function the scale is missing in one branch of the gradients",
         "passes/graph/scale_gradients.py",
         "node.replace_input_with(operand, self._scale(operand, node))",
         "pass",
@@ -134,7 +134,7 @@ MUTANTS = (
     ),
     Mutant(
         "copy-stale",
-        "a master weight that was changed from outside is not read anew",
+        "a master weight that was changed from outside is not read again",
         "mpcompile/scaling/copies.py",
         "return self._seen != _state(master) or self._is_exposed(master)",
         "return self._is_exposed(master)",

@@ -99,7 +99,7 @@ class FinalLayer(nn.Module):
 class DiT(nn.Module):
     """Its positions are a parameter that needs no gradient.
 
-    What DiT starts with zeros, and so without a gradient behind it, is small here.
+    What DiT starts with zeros, and so without a gradient after it, is small here.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Ten public training scripts, each written anew and small: the models' idioms and the loop's.
+"""Ten public training scripts, each written again and small: the models' idioms and the loop's.
 
 A script says how its models, batches and optimizers are made, and what one step of its loop does.
 The step is plain PyTorch: whoever runs it hands it models that are compiled or not.
@@ -32,7 +32,7 @@ class Script:
             one updates its parameters itself, at a rate of its own.
         clip: the norm to which the script clips gradients.
         state: what the loop starts with.
-        draws: how many batches errors are taken of. Behind a ReLU most of an error comes from the
+        draws: how many batches errors are taken of. After a ReLU most of an error comes from the
             few units that round to its other side: one batch has ten times another one's.
     """
 

@@ -85,7 +85,7 @@ class Running:
     max_norm: float | None = None
 
     def load(self, states: States) -> None:
-        """Begin anew from these weights and buffers."""
+        """Begin again from these weights and buffers."""
         for model, state in zip(self.models, states, strict=True):
             model.load_state_dict(state)
         self.state = self.script.state(self.models)

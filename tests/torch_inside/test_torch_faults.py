@@ -52,7 +52,7 @@ def gradients(run: Callable[..., Any], model: nn.Module, x: torch.Tensor) -> lis
 
 
 @pytest.mark.slow("compiles by Inductor, or in processes of their own")
-def test_gradients_behind_a_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_after_a_pool(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a graph in FP32, as one that was left; without the way round they are zero."""
     model, x = pooled(), torch.randn(4, 1, 12, 12)
     wanted = gradients(model, model, x)
@@ -83,7 +83,7 @@ class Theirs(CustomGraphPass):
 
 
 class Node:
-    """A node of the scheduler whose reads are worked out anew."""
+    """A node of the scheduler whose reads are worked out again."""
 
     def __init__(self) -> None:
         from torch._inductor.dependencies import MemoryDep, ReadWrites, StarDep

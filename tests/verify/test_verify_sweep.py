@@ -1,4 +1,4 @@
-"""Torch's operators on large operands and random programs, compiled, verified and judged anew.
+"""Torch's operators on large operands and random programs, compiled, verified and judged again.
 
 What verification says of each is compared with the truth (`verified_runs.py`): code that it calls
 wrong is wrong, and none further off than three times eager's rounding gets past it.

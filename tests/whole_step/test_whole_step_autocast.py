@@ -78,7 +78,7 @@ class Loop:
 
 
 def _run(loop: Loop, step: Step) -> list[torch.Tensor]:
-    """Losses of three steps, and the weights behind them."""
+    """Losses of three steps, and the weights after them."""
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(8, 16, generator=generator)
     y = torch.randint(4, (8,), generator=generator)

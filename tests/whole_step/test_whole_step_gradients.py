@@ -41,7 +41,7 @@ def one_is_marked(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     torch._dynamo.mark_static_address(next(model.parameters()))
 
 
-def behind(before: Callable[..., None]) -> Callable[[Run], Callable[..., torch.Tensor]]:
+def after(before: Callable[..., None]) -> Callable[[Run], Callable[..., torch.Tensor]]:
     """A plain program, `before` which something was done with its model and optimizer."""
 
     def program(run: Run) -> Callable[..., torch.Tensor]:
@@ -66,7 +66,7 @@ def behind(before: Callable[..., None]) -> Callable[[Run], Callable[..., torch.T
 @BOTH
 @pytest.mark.parametrize("before", [reads_settings, ran_in_pieces, one_is_marked])
 def test_an_optimizer_that_dynamo_has_seen(setting: Setting, before: Callable[..., None]) -> None:
-    agree(behind(before), batches(4, factors={2: 1e30}), setting)
+    agree(after(before), batches(4, factors={2: 1e30}), setting)
 
 
 @pytest.mark.slow("compiles whole steps of several kinds, against FP64")
@@ -77,7 +77,7 @@ def test_a_graph_that_lost_its_gradients_is_refused(
     """As above, where the cause is left in place: the graph itself shows it."""
     monkeypatch.setattr(tracing, "_not_static", lambda theirs, tensor: theirs(tensor))
     calls = batches(4, factors={2: 1e30})
-    agree_left(behind(reads_settings), calls, setting, "constant of the graph|no gradient")
+    agree_left(after(reads_settings), calls, setting, "constant of the graph|no gradient")
 
 
 def test_parameters_of_no_optimizer() -> None:
@@ -169,9 +169,9 @@ def test_updates_by_hand(update: Callable[..., Any], whole: bool) -> None:
 
 @pytest.mark.slow("compiles whole steps of several kinds, against FP64")
 @BOTH
-@pytest.mark.parametrize("where", ["before the backward", "behind it", "behind the step"])
+@pytest.mark.parametrize("where", ["before the backward", "after it", "after the step"])
 def test_a_learning_rate_is_set_inside(setting: Setting, where: str) -> None:
-    """Dynamo writes it behind its graph, in which a step would read the one of before."""
+    """Dynamo writes it after its graph, in which a step would read the one of before."""
 
     def program(run: Run) -> Callable[..., torch.Tensor]:
         model = run.model(net())
@@ -187,11 +187,11 @@ def test_a_learning_rate_is_set_inside(setting: Setting, where: str) -> None:
             if where == "before the backward":
                 use(rate)
             loss.backward()
-            if where == "behind it":
+            if where == "after it":
                 use(rate)
             optimizer.step()
             optimizer.zero_grad()
-            if where == "behind the step":
+            if where == "after the step":
                 use(rate)
             return loss.detach()
 

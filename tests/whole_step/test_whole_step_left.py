@@ -144,7 +144,7 @@ def test_an_autograd_function_is_traced(setting: Setting) -> None:
 @pytest.mark.slow_rows("compiles whole steps of several kinds, against FP64")
 @BOTH
 def test_a_parameter_written_from_gradients(setting: Setting) -> None:
-    """A loss behind that depends on the written one: whose scale would its gradient have?"""
+    """A loss after that depends on the written one: whose scale would its gradient have?"""
 
     def program(run: Run) -> Step:
         model = run.model(net())

@@ -117,7 +117,7 @@ def test_optimizers_are_as_they_were_where_a_place_is_gone(monkeypatch: pytest.M
     assert torch_as_it_is() == before
 
 
-def test_nothing_stays_in_torch_behind_a_trace() -> None:
+def test_nothing_stays_in_torch_after_a_trace() -> None:
     before = torch_as_it_is()
     assert agree(reads_settings) is None
     assert torch_as_it_is() == before

@@ -9,7 +9,7 @@ import torch
 from whole_steps import BOTH, Run, Setting, batches, net
 
 Step = Callable[..., Any]
-BATCHES = batches(6, factors={1: 1e30, 4: 1e30})  # one skip before, one behind
+BATCHES = batches(6, factors={1: 1e30, 4: 1e30})  # one skip before, one after
 
 
 def started(setting: Setting, *, whole: bool, seed: int) -> tuple[Run, Step]:

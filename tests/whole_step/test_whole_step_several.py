@@ -223,7 +223,7 @@ def test_two_losses_and_a_gradient_given(setting: Setting) -> None:
 @pytest.mark.slow("compiles whole steps of several kinds, against FP64")
 @BOTH
 def test_the_scale_moves_between_two_backwards_of_one_step(setting: Setting) -> None:
-    """The second optimizer's gradients come from forwards before and behind the first one's step,
+    """The second optimizer's gradients come from forwards before and after the first one's step,
     which doubles the scale.
     """
 

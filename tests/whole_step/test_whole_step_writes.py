@@ -65,7 +65,7 @@ WRITES = pytest.mark.parametrize("write", [clamp, clamp_data, copy_, decay])
 @pytest.mark.sampled(3)
 @BOTH
 @WRITES
-def test_parameters_are_written_behind_the_update(setting: Setting, write: Write) -> None:
+def test_parameters_are_written_after_the_update(setting: Setting, write: Write) -> None:
     """As the weights of a critic are clamped; the next forward reads what was written."""
     agree(writing(write, "after"), batches(4), setting)
 

@@ -19,7 +19,7 @@ function button(attributes, ...children) {
   return el("button", { type: "button", ...attributes }, ...children);
 }
 
-/** A name, which may go on in a new line behind each of its dots and underscores. */
+/** A name, which may go on in a new line after each of its dots and underscores. */
 const breakable = (name) => name.split(/(?<=[._:])/).flatMap((part) => [part, el("wbr")]);
 
 /** A table of texts; `total` is a last row, under a line. */

@@ -117,7 +117,7 @@ function whyFolded(node, text) {
   return node && node.added ? `added: ${node.rule}` : "";
 }
 
-/** Rows behind one that opens them; a few added lines stay in sight. */
+/** Rows after one that opens them; a few added lines stay in sight. */
 function folded(graph, { why, rows }) {
   const added = why.startsWith("added");
   if (!why || (added && rows.length < FOLDED)) return rows;
