@@ -23,8 +23,8 @@ HALF = re.compile(MINUS_NOT_RUN + r"```diff\n(.*?)^```$", re.M | re.S)
 
 
 def small_blocks() -> dict[str, str]:
-    """Heading -> block. That of a whole script comes last and is left out."""
-    text = PAGE.read_text().partition("## Whole scripts")[0]
+    """Heading -> block."""
+    text = PAGE.read_text()
     found: dict[str, str] = {}
     for part in re.split(r"^##+ ", text, flags=re.M)[1:]:
         heading = part.partition("\n")[0]

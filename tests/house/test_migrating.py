@@ -1,8 +1,6 @@
 """The scripts in examples/migrating/: the one after mpcompile trains as the one before in FP32."""
 
-import difflib
 import importlib
-import re
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -71,23 +69,3 @@ def test_a_checkpoint_goes_on_where_it_ended(name: str, tmp_path: Path) -> None:
 def test_a_script_is_short(name: str) -> None:
     for when in ("before", "after"):
         assert len((SCRIPTS / f"{name}_{when}.py").read_text().splitlines()) <= 120
-
-
-def test_the_page_shows_what_changes() -> None:
-    """In nanoGPT, beside the description at the top: the two docstrings."""
-    page = (ROOT / "docs" / "migrating.md").read_text()
-    assert difference() in re.findall(r"^```diff\n(.*?)^```$", page, re.M | re.S)
-
-
-def difference() -> str:
-    """Three lines around each change, without the names and numbers on top."""
-    before, after = (SCRIPTS / f"nanogpt_{when}.py" for when in ("before", "after"))
-    old, new = (path.read_text().partition('"""\n')[2] for path in (before, after))
-    lines = difflib.unified_diff(old.splitlines(), new.splitlines(), n=3, lineterm="")
-    shown = [line for line in lines if not line.startswith(("---", "+++"))]
-    hunks = "\n".join("" if line.startswith("@@") else line.rstrip() for line in shown)
-    return hunks.strip("\n") + "\n"
-
-
-if __name__ == "__main__":  # the block, to be put into the page
-    print(difference(), end="")
