@@ -33,7 +33,8 @@ Function = Callable[..., Any]
 
 @dataclass(frozen=True)
 class Emitted:
-    """A graph that was emitted, and what its calls depend on.
+    """A graph that was emitted, and what its calls depend on. No wrapper keeps it: it holds the
+    caller's first inputs.
 
     Attributes:
         examples: the caller's inputs that it was compiled with.
@@ -76,24 +77,24 @@ def _searching(run: Function, made: Emitted) -> Function:
 
 def _reading(run: Function, made: Emitted) -> Function:
     """Hand a graph without a loss scale its copies of weights."""
-    masters, reader = tuple(made.inputs.copies.values()), made.reader
+    inputs, reader = made.inputs, made.reader
     if made.scale is not None or reader is None:
         return run
+    masters = tuple(inputs.copies.values())
 
     def call(*args: Any) -> Any:
-        copies = reader.read([args[i] for i in masters])
-        return run(*made.inputs.assembled(args, copies))
+        return run(*inputs.assembled(args, reader.read([args[i] for i in masters])))
 
     return call
 
 
 def _reading_in_full(run: Function, made: Emitted) -> Function:
     """Note, of each module that the graph is run for, which parameters it reads in FP32."""
-    if not made.in_full:
+    if not (in_full := made.in_full):
         return run
 
     def call(*args: Any) -> Any:
-        read_in_full([args[i] for i in made.in_full])
+        read_in_full([args[i] for i in in_full])
         return run(*args)
 
     return call
@@ -104,13 +105,12 @@ def _watching(run: Function, made: Emitted) -> Function:
 
 
 def _scaled(compiled: Function, made: Emitted) -> Function:
-    """Hand a graph its loss scale, and its working copies; tell optimizers of its parameters which
-    scale it is.
-    """
+    """Hand a graph its loss scale and its copies; tell optimizers of its parameters the scale."""
     if made.scale is None:
         return compiled
     scale, reader, repairable, device = made.scale, made.reader, made.repairable, made.device
-    masters = tuple(made.inputs.copies.values())
+    inputs, constant = made.inputs, made.constant
+    masters = tuple(inputs.copies.values())
     watch = _ScaleNotifier(made.examples, scale)
     in_a_row = scale.in_a_row
     if repairable is not None:
@@ -124,7 +124,7 @@ def _scaled(compiled: Function, made: Emitted) -> Function:
         given: Sequence[Any] = (*args, *scale.inputs(device))
         if reader is not None:
             copies = reader.read([args[i] for i in masters])
-            given = made.inputs.assembled(args, copies, given[-2:])
+            given = inputs.assembled(args, copies, given[-2:])
         noted = repairable.note(given) if in_a_row.pending and repairable is not None else None
         results = compiled(*given)
         if noted is not None:
@@ -132,7 +132,7 @@ def _scaled(compiled: Function, made: Emitted) -> Function:
             in_a_row.calls.append(noted)
         if is_first:
             is_first = False
-            check_constants(results, made.constant)
+            check_constants(results, constant)
         return results
 
     return call
@@ -180,11 +180,12 @@ def _noticing_ddp(call: Function, made: Emitted) -> Function:
     """Wrap what Dynamo calls: it may run in the forward of a DistributedDataParallel, which only
     that forward tells (`mpcompile/ranks/ddp.py`), so each graph asks in each call.
     """
+    scale = made.scale
 
     def run(*args: Any) -> Any:
         module = active_ddp()
         if module is not None and torch.is_grad_enabled():
-            agreement.enter_ddp(module, made.scale)
+            agreement.enter_ddp(module, scale)
         return call(*args)
 
     return run

@@ -163,10 +163,8 @@ def _look_for_gradient(optimizer: Optimizer, *, has_closure: bool) -> None:
     steps before the backward, or after `zero_grad()`. A closure makes the gradients by itself.
     """
     state = optimizer_state.state_of(optimizer)
-    if state.looked_for_gradient:
-        return
-    state.looked_for_gradient = True
-    if has_closure:
+    was_looked_for, state.looked_for_gradient = state.looked_for_gradient, True
+    if was_looked_for or has_closure:
         return
     held = [p for group in optimizer.param_groups for p in group["params"]]
     ours = state.skips_by_itself or any(parameters.scales_of(p) for p in held)

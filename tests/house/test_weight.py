@@ -12,10 +12,10 @@ from collections.abc import Iterator
 from repository import ROOT, sources
 
 LIMITS = {
-    "lines of source": 42452,
+    "lines of source": 42451,
     "lines of code": 26836,
     "files of source": 299,
-    "lines of tests": 63482,
+    "lines of tests": 63481,
     "warnings that count more than two frames": 18,
     "registries of modules": 28,
 }

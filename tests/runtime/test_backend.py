@@ -1,9 +1,11 @@
 """The backend: as torch.compile finds it, what the passes are told, what is told of each graph."""
 
 import copy
+import gc
 import subprocess
 import sys
 import traceback
+import weakref
 from typing import Any
 
 import pytest
@@ -18,6 +20,7 @@ from mpcompile import (
     LossScale,
     MPCompileError,
     MPCompileWarning,
+    MPOptimizer,
     compiled_plans,
     mpcompile,
 )
@@ -218,3 +221,21 @@ def test_what_a_checkpoint_outside_of_graphs_calls_is_reported() -> None:
 @pytest.mark.parametrize("level", ["O0", "O1"])
 def test_a_compiled_forward_is_not_reported(level: str) -> None:
     mpcompile(nn.Linear(4, 4), emit="eager", level=level)(torch.randn(2, 4))
+
+
+@pytest.mark.parametrize("grad", [True, False], ids=["training", "evaluation"])
+@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+def test_the_first_batch_is_let_go(level: str, grad: bool) -> None:
+    """A graph is compiled with its caller's tensors, and keeps none of them."""
+    model = mpcompile(nn.Linear(8, 8), dtype=torch.float16, level=level, emit="aot_eager")
+    optimizer = MPOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), emit="eager")
+    batch = torch.randn(4, 8, requires_grad=True)
+    gone = weakref.ref(batch)
+    with torch.set_grad_enabled(grad):
+        loss = model(batch).sum()
+    if grad:
+        loss.backward()
+        optimizer.step()
+    del batch, loss
+    gc.collect()
+    assert gone() is None
