@@ -95,4 +95,4 @@ def test_each_half_that_is_not_run_says_so() -> None:
 
 
 def test_all_blocks_are_seen() -> None:
-    assert len(blocks(PAGE, "diff")) == len(BLOCKS) + 1
+    assert len(blocks(PAGE, "diff")) == len(BLOCKS)
