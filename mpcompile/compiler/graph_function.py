@@ -67,13 +67,13 @@ def function_of(
     scaling = scale.inputs(target.device) if scale is not None else ()
     given = planned.inputs.assembled(examples, working, scaling)
     to_emit, how, sparing = _to_emit(gm, planned, settings)
-    # Both before `_emit`, which may change the graph.
+    # All of this before `_emit`, which may change the graph.
     constant = constants_of(planned.graph) if scale is not None else ()
     searches = scale is not None and _searches(scale, planned.graph, how, target.device)
     made = Emitted(
         examples, target.device, settings.names, planned.inputs, scale,
         reader=known.reader_for(planned), in_full=in_full, searches=searches, constant=constant,
-        repairable=Repairable(planned, traced_code()) if settings.repair else None,
+        repairable=Repairable(planned, traced_code()) if settings.repair and scale else None,
     )  # fmt: skip
     joint = joint_passes(settings.level, target.device, spares=sharded or settings.recompute)
     return wrapped(_emit(to_emit, given, how, verify, joint=joint, sparing=sparing), made)

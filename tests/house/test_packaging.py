@@ -66,7 +66,7 @@ def unit_of(path: Path) -> str:
 
 
 def imported(path: Path) -> set[str]:
-    """Dotted paths below the package that a file imports anywhere: `{"ir", "plans.plan"}`.
+    """Dotted paths below the package that a file imports anywhere: `{"ir", "plans.model_plan"}`.
 
     A name taken from the package root that is no submodule comes back as `"<root>"`.
     """
@@ -95,7 +95,7 @@ def imported(path: Path) -> set[str]:
 
 
 def name_of(path: Path) -> str:
-    """`mpcompile/plans/model_plan.py` -> `"plans.plan"`; of a room's `__init__.py`, the room."""
+    """`mpcompile/plans/model_plan.py` -> `"plans.model_plan"`; of an `__init__.py`, its room."""
     root = PASSES.parent if path.is_relative_to(PASSES) else PACKAGE
     parts = path.relative_to(root).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)

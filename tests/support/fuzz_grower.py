@@ -5,7 +5,7 @@ so the next one can be chosen by the shapes, dtypes and memory that are really t
 PyTorch refuses, whose result leaves a modest range, or after which nothing can be differentiated
 any more, is taken back. What is left is valid by construction.
 
-Every choice is made by one function, `choose(n) -> 0..n-1`. Hypothesis may be after it, or a seed.
+Every choice is made by one function, `choose(n) -> 0..n-1`. Hypothesis may answer, or a seed.
 """
 
 import functools
