@@ -215,12 +215,12 @@ def graph_parts(graph: GraphData) -> Iterator[Part]:
     """The text of one graph in short."""
     if graph.left is not None:
         yield f"{graph.level} {graph.dtype} on {graph.device}: left in FP32: {graph.left}"
-        return
-    yield from verdict(f"{graph.level} on {graph.device}", [graph])
-    yield ""
-    yield from _summary(graph, units=has_units(graph.device))
-    yield ""
-    yield f"Casts: {graph.casts}"
+    else:
+        yield from verdict(f"{graph.level} on {graph.device}", [graph])
+        yield ""
+        yield from _summary(graph, units=has_units(graph.device))
+        yield ""
+        yield f"Casts: {graph.casts}"
     yield from _verified([graph])
 
 

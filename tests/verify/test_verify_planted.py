@@ -1,5 +1,5 @@
-"""A C++ compiler that computes wrong: trainings end as in FP32, with one warning that names the
-line.
+"""A compiler that computes wrong, C++'s or Inductor's for a GPU: trainings end as in FP32, with one
+warning that names the line.
 """
 
 import os
@@ -52,7 +52,8 @@ def trained(
     model: nn.Module, how: str, options: dict[str, Any] | None = None
 ) -> tuple[list[float], Any]:
     """The losses, and what has the plans."""
-    x, y = batch()
+    device = next(model.parameters()).device
+    x, y = (value.to(device) for value in batch())
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-2)
     if how == "MPOptimizer":
         optimizer = MPOptimizer(optimizer, options=options)
@@ -89,12 +90,55 @@ def test_a_wrong_compiler_is_seen_and_cured(
     kind: str, how: str, level: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
-    options = compiler(kind, tmp_path)
+    check(how, level, torch.device("cpu"), compiler(kind, tmp_path))
+
+
+WRONG_IN_TRITON = {
+    "sum": ("add", lambda a, b: f"({a} - {b})"),
+    "product": ("mul", lambda a, b: f"({a} * {b} * 1.5)"),
+    "exp": ("exp", lambda x: f"libdevice.exp(-({x}))"),
+}
+"""Kind -> the operator of Inductor's, and what is written into kernels in its place."""
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("own_inductor_cache")
+@pytest.mark.parametrize(
+    ("how", "level"),
+    [
+        ("a plain optimizer", "O0"), ("a plain optimizer", "O1"), ("a plain optimizer", "O2"),
+        ("MPOptimizer", "O2"), ("train_step", "O1"), ("evaluation", "O1"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("kind", WRONG_IN_TRITON)
+def test_wrong_kernels_of_a_gpu_are_seen_and_cured(
+    kind: str, how: str, level: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch._inductor.codegen.triton import TritonKernelOverrides
+
+    operator, written = WRONG_IN_TRITON[kind]
+    monkeypatch.setattr(TritonKernelOverrides, operator, staticmethod(written))
+    check(how, level, torch.device("cuda"), {})
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+def test_right_kernels_of_a_gpu_are_verified(level: str) -> None:
+    """Without an alarm, which would be an error of this test."""
+    model = mpcompile(made().cuda(), dtype=torch.bfloat16, level=level)
+    trained(model, "a plain optimizer")
+    (plan,) = package.compiled_plans(model)
+    assert "forward: verified" in str(plan)
+    assert "backward: verified" in str(plan)
+
+
+def check(how: str, level: str, device: torch.device, options: dict[str, Any]) -> None:
+    """A training with a compiler that is wrong ends as one that isn't compiled."""
     plain = "a plain optimizer" if how in ("MPOptimizer", "train_step") else how
-    right, _ = trained(made(), plain)
+    right, _ = trained(made().to(device), plain)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        model = mpcompile(made(), dtype=torch.bfloat16, level=level, options=options)
+        model = mpcompile(made().to(device), dtype=torch.bfloat16, level=level, options=options)
         found, has_plans = trained(model, how, options)
     assert found == pytest.approx(right, rel=0.02)
     said = [str(w.message) for w in caught if issubclass(w.category, MPCompileWarning)]

@@ -1,0 +1,187 @@
+"""A cold first step with the compiled code compared with its graph, and without: time and memory.
+
+The models and the step are those of `real_models`, at O1: forward, loss, backward, fused AdamW and
+`zero_grad`. Each start is a fresh process with empty caches; the ways take turns. *Cold step*: from
+the call that compiles to the end of the step, without what any compiler imports. *Peak*: the most
+memory that the process held resident from its start (VmHWM), the compiler in this process and the
+model included; on a GPU, the most that the allocator handed out. A ratio is the median of those
+within a round. *Compared* is what the plan says after that step.
+
+Where g++ miscopies tiles, every kernel is compiled with a flag (`GCC_FLAG`). What that costs is
+timed on the first of the models, compiled with and without it, whether this g++ needs it or not.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import statistics
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from benchmarks.harness.processes import cold_and_warm
+from benchmarks.harness.report import Report, Settings, Table, environment, paragraphs, plain
+from benchmarks.harness.timing import Arm, idle_wait, take_turns
+from benchmarks.harness.timing import ratio as ratio_of
+from benchmarks.harness.ways import Way, trainer_for
+from benchmarks.papers.task import Training
+from benchmarks.real_models import BY_DEVICE, TASKS, TINY
+from mpcompile import compiled_plans
+from mpcompile.devices.cxx import GCC_FLAG
+
+MOST = 1.08
+"""Times as long as without: what comparing may take of a cold step (`verify/first_call.py`)."""
+
+
+FLAGGED, UNFLAGGED = "with the flag", "without"
+LOST = 0.98
+"""Of the speed without the flag, what is to be left with it."""
+
+
+@dataclasses.dataclass
+class First:
+    """First steps of one model, by round.
+
+    Attributes:
+        cold, warm: seconds, with empty caches and with those that the cold start has left.
+        peak: bytes, of the cold start.
+        said: what the plan says was compared in the last cold one.
+    """
+
+    cold: list[float] = dataclasses.field(default_factory=list)
+    warm: list[float] = dataclasses.field(default_factory=list)
+    peak: list[int] = dataclasses.field(default_factory=list)
+    said: list[str] = dataclasses.field(default_factory=list)
+
+
+def run(settings: Settings) -> Report:
+    """Start with each model; under `settings.quick` with one tiny one, once."""
+    device = settings.device
+    names = [task.name for task in (TINY[:1] if settings.quick else BY_DEVICE[device.type])]
+    rounds = 1 if settings.quick else 2
+    record = environment(device)
+    found = {name: {True: First(), False: First()} for name in names}
+    for name, ways in found.items():
+        for _ in range(rounds):
+            for verify, first in ways.items():
+                started = cold_and_warm("benchmarks.verified:first_step", name, device.type, verify)
+                (cold, peak, first.said), (warm, _, _) = started
+                first.cold.append(cold)
+                first.warm.append(warm)
+                first.peak.append(peak)
+    flag = flag_cost(names[0], device, rounds=2 if settings.quick else 30)
+    return Report(
+        name=f"verified_{device.type}",
+        title="What it costs to compare compiled code with its graph",
+        notes=[*paragraphs(__doc__), f"Rounds: {rounds}."],
+        tables=[_table(found)],
+        verdicts=_verdicts(found) | _flag_verdict(names[0], flag),
+        data={
+            "models": {
+                name: {"verified": plain(ways[True]), "not verified": plain(ways[False])}
+                for name, ways in found.items()
+            },
+            "flag": flag,
+        },
+        environment=record,
+    )
+
+
+def first_step(name: str, kind: str, verify: bool) -> tuple[float, int, list[str]]:
+    """What the fresh process does: seconds, bytes, and what the plan says was compared."""
+    device = torch.device(kind)
+    training, model = _training(name, device, {"verify": verify})
+    torch.compile(nn.Identity())(torch.zeros(1, device=device))
+    wait = idle_wait(device)
+    wait()
+    start = time.perf_counter()
+    training.step()
+    wait()
+    seconds = time.perf_counter() - start
+    plans = compiled_plans(model)
+    said = [plan.verification.text() for plan in plans if plan.verification is not None]
+    return seconds, _peak(device), said
+
+
+def flag_cost(name: str, device: torch.device, rounds: int) -> dict[str, list[float]]:
+    """Seconds of a step of a model that is compiled with the flag, and without; none on a GPU."""
+    if device.type != "cpu":
+        return {}
+    arms = []
+    for arm, flags in {FLAGGED: f"off {GCC_FLAG}", UNFLAGGED: "off"}.items():
+        options = {"options": {"cpp.enable_floating_point_contract_flag": flags}}
+        training, _ = _training(name, device, options)
+        for _ in range(3):
+            training.step()
+        arms.append(Arm(arm, training.step))
+    return take_turns(arms, rounds=rounds, steps=1, wait=idle_wait(device))
+
+
+def _training(
+    name: str, device: torch.device, options: Mapping[str, Any]
+) -> tuple[Training, nn.Module]:
+    """One of the models at O1, and its training."""
+    torch.manual_seed(0)
+    (task,) = (task for task in TASKS if task.name == name)
+    way = Way("O1", "auto", level="O1", fused=True, options=options)
+    trainer = trainer_for(way, "inductor", device)
+    training = task.start(trainer, 0)
+    return training, trainer.models[0]
+
+
+def _peak(device: torch.device) -> int:
+    """Bytes, of this process since it began."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    found = re.search(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text())
+    return int(found[1]) * 1024 if found else 0
+
+
+# -- report ----------------------------------------------------------------------------------------
+
+
+def ratio(ways: Mapping[bool, First], of: str) -> float:
+    """How many times as much with as without: the median of those within a round."""
+    pairs = zip(getattr(ways[True], of), getattr(ways[False], of), strict=True)
+    return statistics.median(ours / theirs for ours, theirs in pairs)
+
+
+def _table(found: Mapping[str, Mapping[bool, First]]) -> Table:
+    rows = []
+    for name, ways in found.items():
+        cells = [name]
+        for of, unit, digits in (("cold", 1.0, 1), ("warm", 1.0, 1), ("peak", 2.0**30, 2)):
+            for verify in (False, True):
+                middle = statistics.median(getattr(ways[verify], of)) / unit
+                cells.append(f"{middle:.{digits}f}")
+            cells.append(f"{ratio(ways, of):.2f}x")
+        rows.append([*cells, "; ".join(ways[True].said)])
+    columns = [
+        f"{what}{with_}"
+        for what, unit in (("cold", ", s"), ("warm", ", s"), ("peak", ", GiB"))
+        for with_ in (f" without{unit}", f" with{unit}", "")
+    ]
+    return Table("First steps without and with verification", ["model", *columns, "compared"], rows)
+
+
+def _verdicts(found: Mapping[str, Mapping[bool, First]]) -> dict[str, bool]:
+    verdicts = {}
+    for name, ways in found.items():
+        cold = ratio(ways, "cold")
+        verdicts[f"{name}: a cold step takes at most {MOST}x of that without: {cold:.3f}x"] = (
+            cold <= MOST
+        )
+    return verdicts
+
+
+def _flag_verdict(name: str, seconds: Mapping[str, list[float]]) -> dict[str, bool]:
+    if not seconds:
+        return {}
+    speed = ratio_of(seconds[UNFLAGGED], seconds[FLAGGED])
+    claim = f"{name}: a step {FLAGGED} is at least {LOST}x as fast as {UNFLAGGED}: {speed}"
+    return {claim: speed.paired >= LOST}
