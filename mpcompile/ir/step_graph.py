@@ -11,7 +11,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_arg
 
 from ..torch_inside.graphs import rename
-from .edit import refresh
+from .edit import new_call
 from .marks import Role, added, set_mark
 from .step_config import Slot
 from .values import aten, fake_mode, value
@@ -67,12 +67,9 @@ def writes(graph: fx.Graph) -> list[tuple[fx.Node, fx.Node, fx.Node]]:
     return [(node, *node.all_input_nodes) for node in found]
 
 
-def call(
-    graph: fx.Graph, target: Any, *args: Any, why: str, name: str = "", **kwargs: Any
-) -> fx.Node:
+def call(graph: fx.Graph, target: Any, *args: Any, why: str, **kwargs: Any) -> fx.Node:
     """Add a call to a step's graph at its insertion point, with its value and its reason."""
-    node = graph.create_node("call_function", target, args, kwargs, name=name or None)
-    refresh(node)
+    node = new_call(graph, target, *args, **kwargs)
     set_mark(node, added(Role.STEP, why))
     return node
 

@@ -60,7 +60,7 @@ def _expand(graph: fx.Graph, node: fx.Node) -> None:
 
     def call(name: str, mark: Mark, target: OpOverload, *args: Any) -> fx.Node:
         name = f"{node.name}_{name}"
-        new = ir.insert(graph, target, args, name=name, like=node, decision=mark)
+        new = ir.insert(target, *args, name=name, like=node, decision=mark)
         new.meta["mp_captured"] = new.meta["val"]
         return new
 

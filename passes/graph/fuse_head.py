@@ -119,7 +119,7 @@ def _fuse(graph: fx.Graph, loss: fx.Node, linear: fx.Node, between: list[fx.Node
     decision = Mark(Precision.LOW, ir.By.REWRITE, reason, ir.mark(linear).format)
 
     def call(name: str, target: OpOverload, *args: Any) -> fx.Node:
-        new = ir.insert(graph, target, args, name=name, like=loss, decision=decision)
+        new = ir.insert(target, *args, name=name, like=loss, decision=decision)
         new.meta["mp_captured"] = new.meta["val"]
         return new
 

@@ -101,7 +101,7 @@ def _keep_finite(graph: fx.Graph, node: fx.Node) -> None:
 
     def insert(target: OpOverload, *args: fx.Node, name: str) -> fx.Node:
         name = f"{node.name}_{name}"
-        return ir.insert(graph, target, args, name=name, like=node, decision=decision)
+        return ir.insert(target, *args, name=name, like=node, decision=decision)
 
     with graph.inserting_before(ir.after(node)):
         own = insert(aten.clone.default, node, name="own")

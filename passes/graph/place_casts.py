@@ -171,14 +171,8 @@ class _CastPlacer:
         with self.graph.inserting_before(before):
             if masked:
                 value = self._clamp(value, dtype, like, decision)
-            return ir.insert(
-                self.graph,
-                aten.to.dtype,
-                (value, dtype),
-                name=f"{value.name}_{ir.SHORT[dtype]}",
-                like=like,
-                decision=decision,
-            )
+            name = f"{value.name}_{ir.SHORT[dtype]}"
+            return ir.insert(aten.to.dtype, value, dtype, name=name, like=like, decision=decision)
 
     def _rounded(self, value: fx.Node, format_: Format, user: fx.Node) -> fx.Node:
         """The operand of a product, rounded to the format's dtype for operands.
@@ -195,7 +189,7 @@ class _CastPlacer:
 
         def call(target: OpOverload, *args: object) -> fx.Node:
             name = f"{value.name}_rounded"
-            return ir.insert(self.graph, target, args, name=name, like=value, decision=decision)
+            return ir.insert(target, *args, name=name, like=value, decision=decision)
 
         largest, smallest = torch.finfo(narrow).max, torch.finfo(format_.compute).smallest_normal
         with self.graph.inserting_before(ir.after(value)):
@@ -213,7 +207,7 @@ class _CastPlacer:
 
         def call(target: OpOverload, *args: object) -> fx.Node:
             name = f"{mask.name}_clamped"
-            return ir.insert(self.graph, target, args, name=name, like=like, decision=decision)
+            return ir.insert(target, *args, name=name, like=like, decision=decision)
 
         minus_inf = call(aten.eq.Scalar, mask, float("-inf"))
         clamped = call(aten.clamp_min.default, mask, floor)

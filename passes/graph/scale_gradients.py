@@ -26,10 +26,14 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from mpcompile import ir, rules
 from mpcompile.errors import CannotRewrite
+from mpcompile.ir import aten
 from mpcompile.ir.inputs import FOUND, SCALE, GraphInputs
 from mpcompile.ir.units import History
 from mpcompile.rules.policy import Config
 from mpcompile.torch_inside.graphs import set_source
+
+_SCALE = torch.ops.mpcompile.scale_grad.default
+_UNSCALE = torch.ops.mpcompile.unscale_grad.default
 
 
 def scale_gradients(gm: fx.GraphModule, config: Config) -> bool:
@@ -158,11 +162,10 @@ class _Scaler:
         # A tensor without a gradient has nothing to unscale until something is written to it.
         source = self.unscale(node) if node in self.reached else node
         users = list(source.users)
-        aten = torch.ops.aten
         decision = ir.added(ir.Role.SCALE, "the caller's tensor is written last")
         with self.graph.inserting_before(ir.after(source)):
-            target, name = aten.clone.default, f"{node.name}_own"
-            own = ir.insert(self.graph, target, (source,), name=name, like=node, decision=decision)
+            name = f"{node.name}_own"
+            own = ir.insert(aten.clone.default, source, name=name, like=node, decision=decision)
         own.meta["mp_captured"] = node.meta["mp_captured"]
         # The backward must not recompute the copy: by then the input holds the written values.
         own.meta["recompute"] = CheckpointPolicy.MUST_SAVE
@@ -170,9 +173,8 @@ class _Scaler:
         for user in users:
             user.replace_input_with(source, node if user is output else own)
         with self.graph.inserting_before(output):
-            args = (node, self._scale(own, output))
-            target, name = aten.copy_.default, f"{node.name}_back"
-            ir.insert(self.graph, target, args, name=name, like=node, decision=decision)
+            args, name = (node, self._scale(own, output)), f"{node.name}_back"
+            ir.insert(aten.copy_.default, *args, name=name, like=node, decision=decision)
 
     def unscale_after_writes(self, node: fx.Node) -> bool:
         """Unscale an input after the last write to it, if autograd sees none of them, and nothing
@@ -214,10 +216,8 @@ class _Scaler:
         with self.graph.inserting_before(
             readers[0] if readers else self._first_reader(node, users)
         ):
-            target = torch.ops.mpcompile.unscale_grad.default
-            args = (node, self.scale, self.found)
-            name = f"{node.name}_unscale"
-            new = ir.insert(self.graph, target, args, name=name, like=node, decision=decision)
+            args, name = (node, self.scale, self.found), f"{node.name}_unscale"
+            new = ir.insert(_UNSCALE, *args, name=name, like=node, decision=decision)
         new.meta["mp_captured"] = node.meta["mp_captured"]
         for user in users:
             user.replace_input_with(node, new)
@@ -298,9 +298,8 @@ class _Scaler:
             if not several:
                 return scaled
             # A copy, or autograd would take the results for views of a value inside the graph.
-            target, name = torch.ops.aten.clone.default, f"{node.name}_own"
-            decision = ir.mark(scaled)
-            own = ir.insert(self.graph, target, (scaled,), name=name, like=node, decision=decision)
+            name, decision = f"{node.name}_own", ir.mark(scaled)
+            own = ir.insert(aten.clone.default, scaled, name=name, like=node, decision=decision)
         if ir.value(own).stride() != ir.value(node).stride():
             raise CannotRewrite(f"results show {node.name}, whose elements don't lie side by side")
         return own
@@ -321,15 +320,8 @@ class _Scaler:
 
     def _scale(self, node: fx.Node, reader: fx.Node) -> fx.Node:
         decision = ir.added(ir.Role.SCALE, "the gradient enters scaled")
-        target = torch.ops.mpcompile.scale_grad.default
-        new = ir.insert(
-            self.graph,
-            target,
-            (node, self.scale),
-            name=f"{node.name}_scale",
-            like=node,
-            decision=decision,
-        )
+        args, name = (node, self.scale), f"{node.name}_scale"
+        new = ir.insert(_SCALE, *args, name=name, like=node, decision=decision)
         new.meta["mp_captured"] = node.meta.get("mp_captured")
         ir.set_regions((new,), ir.regions(reader))
         return new
@@ -345,4 +337,4 @@ def _given_back(node: fx.Node) -> fx.Node | None:
 
 
 def _is_unscale(node: fx.Node) -> bool:
-    return node.target is torch.ops.mpcompile.unscale_grad.default
+    return node.target is _UNSCALE
