@@ -24,6 +24,7 @@ from .layout import (
     FORCE_STRIDES,
     dense_in_order,
     has_own_memory,
+    is_dense,
     laid_channels_last,
     lies_as_captured,
     same_places,
@@ -62,7 +63,7 @@ from .marks import (
     set_stored_low,
     stands_for,
 )
-from .memory import memory, shares_memory, storage, written
+from .memory import memory, shares_memory, storage, storage_now, written
 from .pins import pin_producers
 from .shapes import hint, known_equal, known_multiple, same_shape
 from .step_graph import (
@@ -95,6 +96,7 @@ from .values import (
     is_op,
     is_opaque,
     is_parameter,
+    is_pointwise,
     kind,
     layout,
     numbers,
@@ -152,6 +154,7 @@ __all__ = [
     "insert",
     "is_cast",
     "is_constant",
+    "is_dense",
     "is_float_call",
     "is_floating",
     "is_getitem",
@@ -163,6 +166,7 @@ __all__ = [
     "is_op",
     "is_opaque",
     "is_parameter",
+    "is_pointwise",
     "is_stored_low",
     "is_write_back",
     "kind",
@@ -217,6 +221,7 @@ __all__ = [
     "source",
     "stands_for",
     "storage",
+    "storage_now",
     "stored",
     "tensor",
     "tensors_of",

@@ -56,6 +56,12 @@ def _expression(size: Size) -> sympy.Expr:
     return sympy.Integer(size) if isinstance(size, int) else size.node.expr
 
 
+def is_dense(value: torch.Tensor) -> bool:
+    """Whether its elements fill their memory, each at a place of its own, without gaps."""
+    dense: bool = aten.is_non_overlapping_and_dense.default(value)
+    return dense
+
+
 FORCE_STRIDES = "prims::inductor_force_stride_order"
 """Inductor's operator for a value whose dimensions are to have the order of given strides."""
 

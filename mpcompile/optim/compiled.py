@@ -26,7 +26,7 @@ from ..ir.fakes import like
 from ..ir.step_config import Slot
 from ..lower.inference import Function, compile_inference, options_for_joins
 from ..lower.write_order import inductor_for
-from ..torch_inside.names import ConstantSource, FakeTensorMode, OpOverload
+from ..torch_inside.names import ConstantSource, FakeTensorMode
 from ..verify.verdicts import Verify
 
 __all__ = [
@@ -143,7 +143,7 @@ def _is_flat(graph: fx.Graph) -> bool:
     layouts = {
         (v.shape, tuple(v.stride(d) for d in range(v.ndim) if v.shape[d] > 1)) for v in large
     }
-    if len(layouts) != 1 or large[0].numel() < 2 or not _is_dense(large[0]):
+    if len(layouts) != 1 or large[0].numel() < 2 or not ir.is_dense(large[0]):
         return False
     for node in graph.nodes:
         if node.op != "call_function":
@@ -155,16 +155,9 @@ def _is_flat(graph: fx.Graph) -> bool:
     return True
 
 
-def _is_dense(value: torch.Tensor) -> bool:
-    dense: bool = torch.ops.aten.is_non_overlapping_and_dense.default(value)
-    return dense
-
-
 def is_pointwise(node: fx.Node) -> bool:
     """Whether a node computes each element from the same elements of its inputs."""
-    return isinstance(node.target, OpOverload) and (
-        torch.Tag.pointwise in node.target.tags or node.target in _POINTWISE
-    )
+    return ir.is_pointwise(node) or node.target in _POINTWISE
 
 
 def numbers_of(graph: fx.Graph) -> list[fx.Node]:

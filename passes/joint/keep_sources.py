@@ -40,7 +40,6 @@ from mpcompile import ir
 from mpcompile.ir import aten
 from mpcompile.torch_inside.inductor import UNCHECKED
 from mpcompile.torch_inside.names import OpOverload
-from mpcompile.torch_inside.tensors import storage_of
 
 WEIGHT = "mp_weight"
 """Note on an input of the forward whose memory is there as long as the model (a parameter, a
@@ -74,15 +73,16 @@ def keep_sources(forward: fx.Graph, backward: fx.Graph, own_results: int) -> boo
     kept = {place: node for place, node in enumerate(results) if place >= own_results
             and isinstance(node, fx.Node) and node.name in read}  # fmt: skip
     checked = {place: node for place, node in kept.items() if not node.meta.get(UNCHECKED)}
-    written = {_memory(write.args[0]) for write in forward.find_nodes(
+    written = {ir.storage_now(write.args[0]) for write in forward.find_nodes(
         op="call_function", target=aten.copy_.default)}  # fmt: skip
-    of_memory: dict[int, list[_Cast]] = {}
+    of_memory: dict[int | None, list[_Cast]] = {}
     for place, node in checked.items():
         cast = _cast(place, node)
-        if cast is None or _memory(cast.source) in written:  # the backward would read what it wrote
+        memory = ir.storage_now(cast.source) if cast is not None else None
+        if cast is None or memory in written:  # the backward would read what it wrote
             continue
         if cast.source.name not in inner and not cast.source.meta.get(UNCHECKED):
-            of_memory.setdefault(_memory(cast.source), []).append(cast)
+            of_memory.setdefault(memory, []).append(cast)
     dropped = set[int]()
     for memory, casts in of_memory.items():
         places = {cast.place for cast in casts}
@@ -95,7 +95,9 @@ def keep_sources(forward: fx.Graph, backward: fx.Graph, own_results: int) -> boo
                 dropped.add(cast.place)
                 del kept[cast.place]
             else:
-                read[source.name] = _placeholder(backward, source, before=old)
+                with backward.inserting_before(old):
+                    read[source.name] = backward.placeholder(source.name)
+                read[source.name].meta = dict(source.meta)
             _make(backward, cast.steps, read, in_place_of=old)
     for place, node in checked.items():
         returned = node is kept.get(place) and node in results[:own_results]
@@ -136,11 +138,11 @@ def _source(node: fx.Node) -> fx.Node | None:
     return source if alike and dense and source is node.args[0] else None
 
 
-def _saves(memory: int, casts: list[_Cast], others: list[fx.Node]) -> bool:
+def _saves(memory: int | None, casts: list[_Cast], others: list[fx.Node]) -> bool:
     """Whether less is kept with what lies in this memory than with all that is cast from it."""
-    elsewhere = set(map(_memory, others))
+    elsewhere = set(map(ir.storage_now, others))
     source = casts[0].source
-    freed = {_memory(cast.node): _bytes(cast.node) for cast in casts}
+    freed = {ir.storage_now(cast.node): _bytes(cast.node) for cast in casts}
     cost = 0 if WEIGHT in source.meta or memory in elsewhere else _bytes(source)
     return sum(size for held, size in freed.items() if held not in elsewhere) > cost
 
@@ -164,19 +166,9 @@ def _steps(result: fx.Node, read: dict[str, fx.Node]) -> tuple[fx.Node, ...] | N
 
 
 def _is_elementwise(node: fx.Node) -> bool:
-    if not isinstance(node.target, OpOverload) or not node.all_input_nodes:
-        return False
-    tags = node.target.tags
-    return _source(node) is not None or (
-        torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags
-    )
-
-
-def _placeholder(backward: fx.Graph, source: fx.Node, *, before: fx.Node) -> fx.Node:
-    with backward.inserting_before(before):
-        new = backward.placeholder(source.name)
-    new.meta = dict(source.meta)
-    return new
+    random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+    pointwise = ir.is_pointwise(node) and bool(node.all_input_nodes) and not random
+    return pointwise or _source(node) is not None
 
 
 def _make(
@@ -204,14 +196,6 @@ def _return(forward: fx.Graph, results: list[Any], dropped: set[int]) -> None:
     output.args = (tuple(results[place] for place in places),)
     if "desc" in output.meta:  # AOTAutograd's, one for each
         output.meta["desc"] = [output.meta["desc"][place] for place in places]
-
-
-def _memory(node: Any) -> int:
-    """Identity of the memory that a node's tensor lies in; equal for its views."""
-    value = ir.tensor(node)
-    if value is None or value.layout is not torch.strided:
-        return id(node)
-    return storage_of(value)
 
 
 def _bytes(node: fx.Node) -> int:

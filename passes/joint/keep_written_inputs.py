@@ -17,12 +17,10 @@ its own results, in the order of the backward's inputs.
 
 from __future__ import annotations
 
-import torch
 from torch import fx
 
 from mpcompile import ir
 from mpcompile.ir import aten
-from mpcompile.torch_inside.tensors import storage_of
 
 
 def keep_written_inputs(forward: fx.Graph, backward: fx.Graph, own_results: int) -> bool:
@@ -30,28 +28,17 @@ def keep_written_inputs(forward: fx.Graph, backward: fx.Graph, own_results: int)
 
     Returns whether anything changed.
     """
-    writes: dict[int, fx.Node] = {}
+    writes: dict[int | None, fx.Node] = {}
     for write in forward.find_nodes(op="call_function", target=aten.copy_.default):
-        if (memory := _memory(write.args[0])) is not None:
+        if (memory := ir.storage_now(write.args[0])) is not None:
             writes.setdefault(memory, write)
     output = forward.output_node()
     results = list(output.args[0])  # type: ignore[arg-type]
     changed = False
     for index, node in enumerate(results[own_results:], own_results):
-        memory = _memory(node)
-        if memory is None or memory not in writes:
-            continue
-        with forward.inserting_before(writes[memory]):
-            results[index] = forward.call_function(aten.clone.default, (node,))
-        ir.refresh(results[index])
-        changed = True
+        if (write := writes.get(ir.storage_now(node))) is not None:
+            with forward.inserting_before(write):
+                results[index] = ir.new_call(forward, aten.clone.default, node)
+            changed = True
     output.args = (tuple(results),)
     return changed
-
-
-def _memory(node: object) -> int | None:
-    """Identity of the memory that a node's tensor lies in; equal for its views."""
-    value = ir.tensor(node) if isinstance(node, fx.Node) else None
-    if value is None or value.layout is not torch.strided:
-        return None
-    return storage_of(value)

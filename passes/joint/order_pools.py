@@ -31,6 +31,7 @@ _POOLS: dict[Any, int] = {
     aten.max_pool2d_with_indices.default: 2,
     aten.max_pool3d_with_indices.default: 3,
 }
+_FORCE = torch.ops.prims.inductor_force_stride_order.default
 _WRITTEN_OUT = 25
 """Elements of the largest window that Inductor writes out."""
 
@@ -42,11 +43,7 @@ def order_pools(graph: fx.Graph) -> bool:
     for pool, dims in pools:
         value: Any = pool.args[0]
         with graph.inserting_before(pool):
-            laid = graph.call_function(
-                torch.ops.prims.inductor_force_stride_order.default,
-                (value, _in_order(ir.value(value), dims)),
-            )
-        ir.refresh(laid)
+            laid = ir.new_call(graph, _FORCE, value, _in_order(ir.value(value), dims))
         pool.replace_input_with(value, laid)
     return bool(pools)
 

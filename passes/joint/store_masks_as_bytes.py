@@ -29,7 +29,6 @@ from torch import fx
 from mpcompile import ir
 from mpcompile.devices.registry import capabilities, is_supported
 from mpcompile.ir import aten
-from mpcompile.torch_inside.names import OpOverload
 
 CAST = torch.ops.prims.convert_element_type.default
 
@@ -49,9 +48,8 @@ def store_masks_as_bytes(forward: fx.Graph, backward: fx.Graph, own_results: int
         if placeholder is None or node in own or not _is_mask(node, placeholder):
             continue
         with forward.inserting_before(output):
-            kept[index] = _call(
-                forward, CAST, _call(forward, CAST, node, torch.float32), torch.uint8
-            )
+            wide = ir.new_call(forward, CAST, node, torch.float32)
+            kept[index] = ir.new_call(forward, CAST, wide, torch.uint8)
         _read_as_bytes(backward, placeholder)
         changed = True
     output.args = ((*own, *kept),)
@@ -68,14 +66,10 @@ def _is_mask(node: fx.Node, placeholder: fx.Node) -> bool:
         and written.shape == read.shape
         and is_supported(written.device)
         and capabilities(written.device).slow_bools
-        and _is_fused(node)
-        and all(_is_fused(user) or user.op == "output" for user in node.users)
-        and all(map(_is_fused, placeholder.users))
+        and ir.is_pointwise(node)
+        and all(ir.is_pointwise(user) or user.op == "output" for user in node.users)
+        and all(map(ir.is_pointwise, placeholder.users))
     )
-
-
-def _is_fused(node: fx.Node) -> bool:
-    return isinstance(node.target, OpOverload) and (torch.Tag.pointwise in node.target.tags)
 
 
 def _read_as_bytes(backward: fx.Graph, placeholder: fx.Node) -> None:
@@ -84,13 +78,7 @@ def _read_as_bytes(backward: fx.Graph, placeholder: fx.Node) -> None:
         placeholder.meta["val"] = placeholder.meta["val"].to(torch.uint8)
     placeholder.meta.pop("tensor_meta", None)
     with backward.inserting_before(next(n for n in backward.nodes if n.op != "placeholder")):
-        wide = _call(backward, CAST, placeholder, torch.float32)
-        mask = _call(backward, aten.ne.Scalar, wide, 0)
+        wide = ir.new_call(backward, CAST, placeholder, torch.float32)
+        mask = ir.new_call(backward, aten.ne.Scalar, wide, 0)
     for user in users:
         user.replace_input_with(placeholder, mask)
-
-
-def _call(graph: fx.Graph, target: OpOverload, *args: object) -> fx.Node:
-    node = graph.call_function(target, args)  # type: ignore[arg-type]
-    ir.refresh(node)
-    return node

@@ -18,27 +18,25 @@ from torch import fx
 
 from mpcompile import ir
 from mpcompile.ir import aten
+from mpcompile.ir.dtypes import HALF
 
 __all__ = ["widen_maxima"]
 
 _MAXIMA = (aten.amax.default, aten.amin.default)
 _CONVERT = torch.ops.prims.convert_element_type.default
-_LOW = (torch.float16, torch.bfloat16)
 
 
 def widen_maxima(graph: fx.Graph) -> bool:
     """Rewrite the graph. Returns whether anything changed."""
-    found = [n for n in graph.nodes if n.target in _MAXIMA and ir.dtype(n) in _LOW]
+    found = [n for n in graph.nodes if n.target in _MAXIMA and ir.dtype(n) in HALF]
     if len(found) < 2:
         return False
     for node in found:
         low, value = ir.dtype(node), node.args[0]
         with graph.inserting_before(node):
-            wide = graph.call_function(_CONVERT, (value, torch.float32))
-            taken = graph.call_function(node.target, (wide, *node.args[1:]), node.kwargs)
-            back = graph.call_function(_CONVERT, (taken, low))
-        for new in (wide, taken, back):
-            ir.refresh(new)
+            wide = ir.new_call(graph, _CONVERT, value, torch.float32)
+            taken = ir.new_call(graph, node.target, wide, *node.args[1:], **node.kwargs)
+            back = ir.new_call(graph, _CONVERT, taken, low)
         node.replace_all_uses_with(back)
         graph.erase_node(node)
     return True

@@ -64,7 +64,7 @@ MUTANTS = (
         "rows-not-looked-at",
         "on a GPU, of the gradients that Inductor writes only the first is looked at for overflows",
         "passes/joint/unscale_together.py",
-        "bad = _call(graph, aten.cat.default, rows) if len(rows) > 1 else rows[0]",
+        "bad = ir.new_call(graph, aten.cat.default, rows) if len(rows) > 1 else rows[0]",
         "bad = rows[0]",
         ("tests/passes/test_passes_unscale_together.py",),
     ),
