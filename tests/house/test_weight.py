@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from repository import ROOT, sources
 
 LIMITS = {
-    "lines of source": 42354,
-    "lines of code": 26746,
+    "lines of source": 42314,
+    "lines of code": 26720,
     "files of source": 299,
     "lines of tests": 63481,
     "warnings that count more than two frames": 18,
