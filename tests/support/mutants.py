@@ -48,8 +48,8 @@ MUTANTS = (
         "mask-not-clamped",
         "the cast of an attention mask makes -inf of it, and a masked row NaN",
         "passes/graph/place_casts.py",
-        "            if masked:\n",
-        "            if False:\n",
+        "                if masked:\n",
+        "                if False:\n",
         ("tests/passes/test_passes_place_casts.py",),
     ),
     Mutant(
