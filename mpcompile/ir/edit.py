@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch.fx.node import map_arg
+from torch.utils.checkpoint import CheckpointPolicy
 
 from ..torch_inside.graphs import schema, set_source
 from ..torch_inside.names import enable_python_dispatcher
@@ -105,7 +106,22 @@ def after(node: fx.Node) -> fx.Node:
     return following
 
 
-def add_input(graph: fx.Graph, name: str, val: torch.Tensor, like: fx.Node) -> fx.Node:
+def copy_to_write(node: fx.Node, source: fx.Node, decision: Mark) -> fx.Node:
+    """Add a copy of an input, which the graph is to write in its place, right after `source`, which
+    shows the input.
+    """
+    name, clone = f"{node.name}_own", torch.ops.aten.clone.default
+    with node.graph.inserting_before(after(source)):
+        own = insert(clone, source, name=name, like=node, decision=decision)
+    own.meta["mp_captured"] = node.meta["mp_captured"]
+    # The backward must not compute it again: by then the input holds what was written.
+    own.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+    return own
+
+
+def add_input(
+    graph: fx.Graph, name: str, val: torch.Tensor, like: fx.Node | None = None
+) -> fx.Node:
     """Add an input after the last one; autograd tracks it if it tracks `like`."""
     last = graph.find_nodes(op="placeholder")[-1]
     with graph.inserting_after(last):
@@ -113,7 +129,8 @@ def add_input(graph: fx.Graph, name: str, val: torch.Tensor, like: fx.Node) -> f
     set_source(node, None)
     # "tensor_dict" is where Dynamo notes that a parameter keeps its address.
     kept = ("mp_captured", "tensor_meta", "tensor_dict")
-    node.meta.update({k: like.meta[k] for k in kept if k in like.meta}, val=val)
+    theirs = like.meta if like is not None else {}
+    node.meta.update({k: theirs[k] for k in kept if k in theirs}, val=val)
     return node
 
 

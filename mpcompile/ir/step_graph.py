@@ -11,7 +11,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_arg
 
 from ..torch_inside.graphs import rename
-from .edit import new_call
+from .edit import add_input, new_call
 from .marks import Role, added, set_mark
 from .step_config import Slot
 from .values import aten, fake_mode, value
@@ -53,11 +53,8 @@ def become_tensor(node: fx.Node) -> None:
 
 def add_slot(graph: fx.Graph, wanted: Slot, value: torch.Tensor) -> fx.Node:
     """Add an input after the last one."""
-    last = graph.find_nodes(op="placeholder")[-1]
-    with graph.inserting_after(last):
-        node = graph.placeholder(str(wanted))
+    node = add_input(graph, str(wanted), value)
     set_slot(node, wanted)
-    node.meta["val"] = value
     return node
 
 

@@ -22,7 +22,6 @@ from collections.abc import Collection, Sequence
 
 import torch
 from torch import fx
-from torch.utils.checkpoint import CheckpointPolicy
 
 from mpcompile import ir, rules
 from mpcompile.errors import CannotRewrite
@@ -30,7 +29,6 @@ from mpcompile.ir import aten
 from mpcompile.ir.inputs import FOUND, SCALE, GraphInputs
 from mpcompile.ir.units import History
 from mpcompile.rules.policy import Config
-from mpcompile.torch_inside.graphs import set_source
 
 _SCALE = torch.ops.mpcompile.scale_grad.default
 _UNSCALE = torch.ops.mpcompile.unscale_grad.default
@@ -53,7 +51,11 @@ def scale_gradients(gm: fx.GraphModule, config: Config) -> bool:
     # On the device of the parameters, wherever tensors lie while the graph is planned.
     beside = next(filter(ir.is_parameter, inputs), None)
     beside = beside or next(filter(ir.requires_grad, inputs))
-    scale, found = (_add_input(graph, name, ir.value(beside).device) for name in (SCALE, FOUND))
+    device = ir.value(beside).device
+    with ir.fake_mode(graph):
+        scale, found = (
+            ir.add_input(graph, name, torch.zeros((), device=device)) for name in (SCALE, FOUND)
+        )
     scaler = _Scaler(graph, scale, found, history, reached)
     for node in [n for n in graph.nodes if ir.backward_is_unknown(n)]:
         scaler.isolate(node)
@@ -70,16 +72,6 @@ def scale_gradients(gm: fx.GraphModule, config: Config) -> bool:
             scaler.own(node)
     scaler.scale_outputs()
     return True
-
-
-def _add_input(graph: fx.Graph, name: str, device: torch.device) -> fx.Node:
-    last = [n for n in graph.nodes if n.op == "placeholder"][-1]
-    with graph.inserting_after(last):
-        node = graph.placeholder(name)
-    with ir.fake_mode(graph):
-        node.meta["val"] = torch.zeros((), device=device)
-    set_source(node, None)
-    return node
 
 
 class _Scaler:
@@ -123,14 +115,23 @@ class _Scaler:
         """Raise if a value that `node` writes is read later other than through its results: only
         the results will have the history of the write.
         """
-        memory = ir.storage(written)
-        aliases = [n for n in self.graph.nodes if ir.storage(n) == memory]
+        aliases, _ = self._in_memory_of(written)
         following = set(itertools.takewhile(lambda n: n is not node, reversed(self.graph.nodes)))
         if any(n.op == "placeholder" or following & n.users.keys() for n in aliases):
             raise CannotRewrite(
                 f"{ir.op_name(node)} writes into {written.name}, which is read again after it, or "
                 "by the caller"
             )
+
+    def _in_memory_of(self, node: fx.Node) -> tuple[set[fx.Node], set[fx.Node]]:
+        """The values in the memory of this one; and those of them that are itself, as in-place
+        operators return it: `add_(x, 1)` returns x.
+        """
+        memory, itself = ir.storage(node), {node}
+        for other in self.graph.nodes:
+            if _given_back(other) in itself:
+                itself.add(other)
+        return {n for n in self.graph.nodes if ir.storage(n) == memory}, itself
 
     def own(self, node: fx.Node) -> None:
         """Let the graph write to a copy of an input, and write that copy back at the end.
@@ -141,15 +142,11 @@ class _Scaler:
         So the caller's tensor has a history whose gradient is unscaled at both ends.
         """
         output = self.graph.output_node()
-        memory = ir.storage(node)
-        aliases = {n for n in self.graph.nodes if ir.storage(n) == memory}
-        itself = {node}
-        for other in self.graph.nodes:  # `add_(x, 1)` returns x
-            if _given_back(other) in itself:
-                if ir.layout(other) != ir.layout(node):
-                    raise CannotRewrite(f"input {node.name} changes its shape in place")
-                itself.add(other)
-                output.replace_input_with(other, node)
+        aliases, itself = self._in_memory_of(node)
+        for other in itself:
+            if ir.layout(other) != ir.layout(node):
+                raise CannotRewrite(f"input {node.name} changes its shape in place")
+            output.replace_input_with(other, node)
         if any(n.op == "placeholder" for n in aliases - {node}):
             raise CannotRewrite(f"input {node.name} is written in place, and so is an alias of it")
         unseen = self.history.is_as_it_came(node)  # written through detach(), for example
@@ -163,12 +160,7 @@ class _Scaler:
         source = self.unscale(node) if node in self.reached else node
         users = list(source.users)
         decision = ir.added(ir.Role.SCALE, "the caller's tensor is written last")
-        with self.graph.inserting_before(ir.after(source)):
-            name = f"{node.name}_own"
-            own = ir.insert(aten.clone.default, source, name=name, like=node, decision=decision)
-        own.meta["mp_captured"] = node.meta["mp_captured"]
-        # The backward must not recompute the copy: by then the input holds the written values.
-        own.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+        own = ir.copy_to_write(node, source, decision)
         self.owned[own] = node
         for user in users:
             user.replace_input_with(source, node if user is output else own)
@@ -182,12 +174,8 @@ class _Scaler:
         """
         if not self.history.is_as_it_came(node):
             return False
-        memory, nodes = ir.storage(node), list(self.graph.nodes)
-        aliases = {n for n in nodes if ir.storage(n) == memory}
-        itself = {node}
-        for other in nodes:  # what writers give back
-            if _given_back(other) in itself:
-                itself.add(other)
+        nodes = list(self.graph.nodes)
+        aliases, itself = self._in_memory_of(node)
         last = max(i for i, n in enumerate(nodes) if aliases.intersection(ir.written(n)))
         seen = [
             i for i, n in enumerate(nodes)
@@ -213,14 +201,12 @@ class _Scaler:
         # The gradient of an input that is returned as it is never enters the graph.
         users = readers or [u for u in node.users if u.op != "output" or node.op != "placeholder"]
         decision = ir.added(ir.Role.SCALE, "the gradient leaves true to size")
-        with self.graph.inserting_before(
-            readers[0] if readers else self._first_reader(node, users)
-        ):
+        before = readers[0] if readers else self._first_reader(node, users)
+        with self.graph.inserting_before(before):
             args, name = (node, self.scale, self.found), f"{node.name}_unscale"
             new = ir.insert(_UNSCALE, *args, name=name, like=node, decision=decision)
         new.meta["mp_captured"] = node.meta["mp_captured"]
-        for user in users:
-            user.replace_input_with(node, new)
+        node.replace_all_uses_with(new, users.__contains__)
         return new
 
     def _first_reader(self, node: fx.Node, users: Collection[fx.Node]) -> fx.Node:
