@@ -27,6 +27,7 @@ The user's policy is never overruled.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 
@@ -77,10 +78,8 @@ def guard_constants(gm: fx.GraphModule, config: Config) -> bool:
 def _in_range(number: float, dtype: torch.dtype) -> bool:
     """Whether `dtype` holds a number's magnitude: zero, inf, nan, or a normal number."""
     info = torch.finfo(dtype)
-    magnitude = abs(number)
-    if magnitude == 0 or magnitude == float("inf") or number != number:
-        return True
-    return bool(info.smallest_normal <= magnitude <= info.max)
+    special = number == 0 or not math.isfinite(number)
+    return special or bool(info.smallest_normal <= abs(number) <= info.max)
 
 
 def _rounded(number: float, dtype: torch.dtype) -> float:
@@ -95,11 +94,6 @@ def _on_edge(number: float, dtype: torch.dtype) -> bool:
 def _fits(number: float, dtype: torch.dtype) -> bool:
     """Whether a number keeps its meaning in `dtype`."""
     return _in_range(number, dtype) and not _on_edge(number, dtype)
-
-
-def _whole_numbers_up_to(dtype: torch.dtype) -> int:
-    """Integers up to here are exact: 2048 in FP16, 256 in BF16."""
-    return int(2 / torch.finfo(dtype).eps)
 
 
 def _origin(
@@ -180,7 +174,7 @@ def _computed_from_data(graph: fx.Graph) -> set[fx.Node]:
 
 
 def _positions(node: fx.Node, low: torch.dtype) -> Wide:
-    limit = _whole_numbers_up_to(low)
+    limit = int(2 / torch.finfo(low).eps)  # integers up to here are exact: 2048 in FP16
     bounds = () if ir.float_args(node) else node.args
     if any(not isinstance(a, (int, float)) or abs(a) > limit for a in bounds):
         return Wide("positions past the low dtype's last whole number", position=True, exact=True)
@@ -220,7 +214,8 @@ def _through(
     bound = _lost_bound(numbers, decision.low)
     number = bound or _lost_number(numbers, decision.low, beside_one=rule.adds)
     if number is not None:
-        _pin(node, f"{ir.SHORT[decision.low]} can't hold the constant {number:g}")
+        reason = f"{ir.SHORT[decision.low]} can't hold the constant {number:g}"
+        ir.remark(node, precision=Precision.FULL, by=ir.By.GUARD, reason=reason)
         if bound is not None:
             ir.pin_producers(node, f"{node.name} bounds it by {number:g}", products=False)
         return Wide(f"constant {number:g}")
@@ -229,7 +224,8 @@ def _through(
     if not operands:
         return None
     first = next((w for w in operands if w.exact), operands[0])
-    _pin(node, f"an input is wide: {first.why}")
+    reason = f"an input is wide: {first.why}"
+    ir.remark(node, precision=Precision.FULL, by=ir.By.GUARD, reason=reason)
     ends = rule.bounded or (decision.precision is Precision.LOW and not read_by_digit)
     return None if ends else first
 
@@ -246,10 +242,6 @@ def _operands(
     if ir.rule(node).promotes:
         found += [_INTEGERS for n in node.all_input_nodes if n in integers]
     return found
-
-
-def _pin(node: fx.Node, reason: str) -> None:
-    ir.remark(node, precision=Precision.FULL, by=ir.By.GUARD, reason=reason)
 
 
 def _lost_bound(numbers: list[float], low: torch.dtype) -> float | None:

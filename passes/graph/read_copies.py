@@ -56,12 +56,8 @@ def _read(
     with ir.fake_mode(graph):
         value = torch.empty_like(ir.value(like))
         if stored is not None and stored != tuple(value.shape):
-            value = torch.empty(
-                stored,
-                dtype=value.dtype,
-                device=value.device,
-                memory_format=suggest_memory_format(ir.value(node)),
-            )
+            order = suggest_memory_format(ir.value(node))
+            value = value.new_empty(stored).contiguous(memory_format=order)
     real = ir.value(node)
     if len(casts) == len(node.users):
         copy = node

@@ -80,5 +80,4 @@ def _read_as_bytes(backward: fx.Graph, placeholder: fx.Node) -> None:
     with backward.inserting_before(next(n for n in backward.nodes if n.op != "placeholder")):
         wide = ir.new_call(backward, CAST, placeholder, torch.float32)
         mask = ir.new_call(backward, aten.ne.Scalar, wide, 0)
-    for user in users:
-        user.replace_input_with(placeholder, mask)
+    placeholder.replace_all_uses_with(mask, users.__contains__)

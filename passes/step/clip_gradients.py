@@ -30,6 +30,5 @@ def clip_gradients(gm: fx.GraphModule, config: StepConfig) -> bool:
             clipped = ir.call(graph, aten.mul.Tensor, gradient, factor, why=why)
             if (dtype := ir.dtype(gradient)) is not ir.dtype(clipped):  # true of a 0-d gradient
                 clipped = ir.call(graph, aten._to_copy.default, clipped, why=why, dtype=dtype)
-        for reader in readers:
-            reader.replace_input_with(gradient, clipped)
+        gradient.replace_all_uses_with(clipped, readers.__contains__)
     return True

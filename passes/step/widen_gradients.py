@@ -30,6 +30,5 @@ def widen_gradients(gm: fx.GraphModule, config: StepConfig) -> bool:
         with graph.inserting_before(start):
             why = "it is stored in low precision"
             wide = ir.call(graph, aten._to_copy.default, stored, why=why, dtype=wanted)
-        for reader in readers:
-            reader.replace_input_with(stored, wide)
+        stored.replace_all_uses_with(wide, readers.__contains__)
     return changed
