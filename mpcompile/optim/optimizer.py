@@ -26,7 +26,7 @@ from .eager import eager_step, is_op_by_op
 from .first_state import initialise_state, move_scalar_state
 from .key import StepKey
 from .members import members_of, parameters_of
-from .reports import Notices, Results, held_by
+from .reports import Results, held_by
 from .rests_on import of_key
 from .saved import SavedScales, counters_on_host, load_checked, saved
 from .shadow import HOOKS, StateAppeared
@@ -115,7 +115,6 @@ class MPOptimizer(Optimizer):
         self.left: str | None = None
         self._results = Results()
         self._steps = CompiledSteps(self._max_grad_norm, self._results, self._emit, self._dump)
-        self._notices = Notices()
         parameters.own(parameters_of(self._inner), self, self._given_scale)
 
     # -- the optimizer underneath ------------------------------------------------------------------
@@ -200,8 +199,8 @@ class MPOptimizer(Optimizer):
             else:
                 known.step = step
                 step.run(self._part)
-                self._notices.follow(known.key.scales)
-        self._notices.look()
+                for scale in known.key.scales:
+                    scale.stepped()
 
     def _by_operator(self, known: LastKey) -> None:
         initialise_state(self._part, known.key.members)
@@ -360,7 +359,7 @@ class MPOptimizer(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         # A scheduler sets a `step` on its optimizer; torch's own pickles leave that out, too.
-        passing = ("_steps", "_last", "_results", "_notices", "step")
+        passing = ("_steps", "_last", "_results", "step")
         hooks = dict.fromkeys(HOOKS)
         return {k: v for k, v in self.__dict__.items() if k not in (*passing, *hooks)}
 
