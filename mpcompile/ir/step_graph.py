@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -73,20 +73,26 @@ def call(graph: fx.Graph, target: Any, *args: Any, why: str, **kwargs: Any) -> f
 
 def inline(
     graph: fx.Graph,
-    function: Callable[..., list[torch.Tensor]],
-    inputs: Sequence[fx.Node],
+    function: Callable[[Mapping[Slot, torch.Tensor]], Mapping[Slot, torch.Tensor]],
+    inputs: Mapping[Slot, fx.Node],
     *,
     why: str,
-) -> list[fx.Node]:
-    """Trace a function of tensors and add its nodes at the insertion point of a step's graph.
+) -> dict[Slot, fx.Node]:
+    """Trace a function of named tensors, add its nodes at the insertion point of a step's graph.
     Returns the nodes of its results; a result that is an input of the function is that input.
     """
+    named: dict[Slot, torch.Tensor] = {}
+
+    def run(*values: torch.Tensor) -> list[torch.Tensor]:
+        named.update(function(dict(zip(inputs, values, strict=True))))
+        return [*named.values()]
+
     with fake_mode(graph), torch.no_grad():
-        body = make_fx(function)(*map(value, inputs)).graph
-    known = dict(zip(body.find_nodes(op="placeholder"), inputs, strict=True))
+        body = make_fx(run)(*map(value, inputs.values())).graph
+    known = dict(zip(body.find_nodes(op="placeholder"), inputs.values(), strict=True))
     for node in body.nodes:
         if node.op == "call_function":
             args, kwargs = map_arg((node.args, node.kwargs), known.__getitem__)
             known[node] = call(graph, node.target, *args, why=why, **kwargs)
     results: Any = body.output_node().args[0]
-    return [known[result] for result in results]
+    return {slot: known[result] for slot, result in zip(named, results, strict=True)}

@@ -141,9 +141,7 @@ class CompiledSteps:
         if self._kinds is not None and not self._mixes:
             try:
                 if self._kinds.of(part, key) is not None:
-                    return TracedStep(
-                        part, key, config, self._kinds, self._results, self._kinds.varying
-                    )
+                    return TracedStep(part, key, config, self._kinds, self._results)
             except ParametersMix:
                 self._mixes = True
         if not again and self._patterns >= _MOST:
@@ -151,7 +149,7 @@ class CompiledSteps:
         updates = self._updates(key, part, config)
         self._patterns += not again
         self.compilations += 1
-        return TracedStep(part, key, config, updates, self._results, updates.varying)
+        return TracedStep(part, key, config, updates, self._results)
 
     def _updates(self, key: StepKey, part: Optimizer, config: StepConfig) -> Updates:
         if not (self._mixes or (_is_whole(key) and self._patterns < _EXACT)):

@@ -14,6 +14,7 @@ moves its scale ("first"); if its step is good, so does the first one that overf
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -93,10 +94,7 @@ def graph_of_decision(config: StepConfig, inputs: _Values) -> fx.GraphModule:
     places = dict(known)
     with graph.inserting_before(graph.output(())):
         for stage, why in _STAGES:
-            slots: list[Slot] = []
-            run = _on_lists(stage, config, [*known], slots)
-            found = ir.inline(graph, run, [*known.values()], why=why)  # it fills `slots`
-            known.update(zip(slots, found, strict=True))
+            known |= ir.inline(graph, functools.partial(stage, config), known, why=why)
         for slot in written_by_decision(config):
             if known[slot] is not places[slot]:
                 ir.call(graph, aten.copy_.default, places[slot], known[slot], why="what is decided")
@@ -106,24 +104,12 @@ def graph_of_decision(config: StepConfig, inputs: _Values) -> fx.GraphModule:
     return fx.GraphModule({}, graph)
 
 
-def _on_lists(
-    stage: _Stage, config: StepConfig, slots: Sequence[Slot], found: list[Slot]
-) -> Callable[..., list[torch.Tensor]]:
-    """A stage as a function of tensors; `found` takes the slots of its results."""
-
-    def run(*values: torch.Tensor) -> list[torch.Tensor]:
-        results = stage(config, dict(zip(slots, values, strict=True)))
-        found[:] = results
-        return [*results.values()]
-
-    return run
-
-
 class Decision:
     """The decision of one step, bound to its tensors.
 
     Args:
         held: those that it reads and writes in every step.
+        fresh: tensors like those that are new in each step, besides norms.
         emit: how it runs. Where ranks decide together, operator by operator.
         dump: directory for its graph, or None.
         shapes: of the gradients.
@@ -138,6 +124,7 @@ class Decision:
         self,
         config: StepConfig,
         held: _Values,
+        fresh: _Values,
         emit: Emit,
         dump: Path | None = None,
         *,
@@ -153,8 +140,11 @@ class Decision:
         self._program: Program | None = None
         by_inductor = emit.how == "inductor" and config.ranks is None
         if self.is_needed and (by_inductor or dump is not None):
-            fresh = _fresh(config, held[FACTOR], listed=listed)
-            gm = graph_of_decision(config, {**fresh, **self._held})
+            number = held[FACTOR]
+            single = {Slot("norm", k): number for k in range(len(config.gradients))}
+            vectors = {Slot("norms", i): number[None] for i in range(len(config.alike))}
+            norms = single if listed else vectors
+            gm = graph_of_decision(config, {**norms, **fresh, **self._held})
             trace_step(gm)
             if dump is not None:
                 Dump(dump, "decision").stage("decided", gm, 0.0)
@@ -187,18 +177,6 @@ class Decision:
             return
         for slot, value in decided(self._config, known).items():
             self._held[slot].copy_(value)
-
-
-def _fresh(config: StepConfig, factor: torch.Tensor, *, listed: bool) -> dict[Slot, torch.Tensor]:
-    """Tensors like those that are new in each step."""
-    scales = range(len(config.scales)) if config.checked else ()
-    vectors = {Slot("norms", i): factor.new_zeros(1) for i in range(len(config.alike))}
-    single = {Slot("norm", k): factor.new_zeros(()) for k in range(len(config.gradients))}
-    return {
-        **(single if listed else vectors),
-        **{Slot("scale", k, "flag"): factor.new_zeros((), dtype=torch.int64) for k in scales},
-        **{Slot("scale", k, "first"): factor.new_zeros((), dtype=torch.bool) for k in scales},
-    }
 
 
 def written_by_decision(config: StepConfig) -> list[Slot]:

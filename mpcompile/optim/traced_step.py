@@ -26,7 +26,6 @@ from .fused import settings_of
 from .held_settings import HeldSettings
 from .key import StepKey
 from .masters import entries_of, is_low, updated_by
-from .members import Setting
 from .reports import Results
 from .rests_on import OfStep
 from .updates import UpdateGraph, Updates
@@ -57,7 +56,6 @@ class TracedStep:
         config: StepConfig,
         updates: Updates | None,
         results: Results,
-        varying: frozenset[Setting] = frozenset(),
     ) -> None:
         self.key, self.config, self.device = key, config, key.members[0].param.device
         self.fused = updates is None
@@ -68,7 +66,7 @@ class TracedStep:
             self.rests_on = OfStep(optimizer, key.members, None, None, served)
         else:
             self.updates = updates.of(optimizer, key) or ()
-            self._settings = HeldSettings(optimizer, key.members, updates.traced, varying)
+            self._settings = HeldSettings(optimizer, key.members, updates.traced, updates.varying)
             self.rests_on = OfStep(optimizer, key.members, updates.traced, self._settings)
         factor = torch.ones((), dtype=config.norm_dtype, device=self.device)
         self.held = {

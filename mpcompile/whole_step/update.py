@@ -125,9 +125,8 @@ class Update:
         with gradients_stand_by(self._everyone, params):
             initialise_state(parts.optimizer, key.members)
             updates, late = self._traced(varying, late)
-            traced = self._step = TracedStep(
-                parts.optimizer, key, self._config, updates, parts.results, varying
-            )
+            traced = TracedStep(parts.optimizer, key, self._config, updates, parts.results)
+        self._step = traced
         self.inner, self.constants = parts.optimizer, traced.rests_on.constants
         self.rounds = updates is not None and updates.rounds
         self.rests_on = Fingerprint(
