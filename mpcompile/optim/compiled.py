@@ -175,8 +175,7 @@ def numbers_of(graph: fx.Graph) -> list[fx.Node]:
 
 
 def _is_scalar(node: fx.Node) -> bool:
-    value: Any = node.meta["val"]
-    return all(v.ndim == 0 for v in (value if isinstance(value, (list, tuple)) else [value]))
+    return all(value.ndim == 0 for value in ir.tensors_of(node.meta["val"]))
 
 
 @dataclass(frozen=True)

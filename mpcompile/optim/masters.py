@@ -83,7 +83,7 @@ def in_fp32(optimizer: Optimizer) -> Iterator[dict[torch.Tensor, torch.Tensor]]:
     low = [p for group in optimizer.param_groups for p in group["params"] if is_low(p)]
     before = {p: optimizer.state.pop(p) for p in low if p in optimizer.state}
     masters = {p: entries.pop(MASTER) for p, entries in before.items() if MASTER in entries}
-    wide = {p: masters[p] if p in masters else _zeros(p) for p in low}
+    wide = {p: masters[p] if p in masters else zeros_like(p, torch.float32) for p in low}
     optimizer.state.update({wide[p]: entries for p, entries in before.items()})
     _replace(optimizer, wide)
     try:
@@ -103,8 +103,8 @@ def _replace(optimizer: Optimizer, by: Mapping[torch.Tensor, torch.Tensor]) -> N
         group["params"][:] = [by.get(p, p) for p in group["params"]]
 
 
-def _zeros(param: torch.Tensor) -> torch.Tensor:
+def zeros_like(param: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Zeros in the shape of a parameter; where that is whole, they take no memory."""
     if is_sharded(param):
-        return torch.zeros_like(param, dtype=torch.float32, requires_grad=False)
-    zero = torch.zeros((), dtype=torch.float32, device=param.device)
-    return zero.expand(param.shape)
+        return torch.zeros_like(param, dtype=dtype, requires_grad=False)
+    return param.new_zeros((), dtype=dtype, requires_grad=False).expand(param.shape)
