@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -62,6 +62,23 @@ def writes(graph: fx.Graph) -> list[tuple[fx.Node, fx.Node, fx.Node]]:
     """What a step's graph writes: (the `copy_` node, the input it writes, the value)."""
     found = graph.find_nodes(op="call_function", target=aten.copy_.default)
     return [(node, *node.all_input_nodes) for node in found]
+
+
+def part(
+    nodes: Iterable[fx.Node], inputs: Mapping[fx.Node, Slot]
+) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
+    """Some calls of a step's graph, in their order, as a graph that lacks its output: it, and what
+    each node is in it. Of a node that is one of the inputs and computed, too, that is the latter.
+    """
+    graph, new = fx.Graph(), dict[fx.Node, fx.Node]()
+    for node, slot in inputs.items():
+        new[node] = graph.placeholder(node.name)
+        new[node].meta["val"] = node.meta["val"]
+        set_slot(new[node], slot)
+    for node in nodes:
+        new[node] = graph.node_copy(node, new.__getitem__)
+        new[node].meta = dict(node.meta)
+    return graph, new
 
 
 def call(graph: fx.Graph, target: Any, *args: Any, why: str, **kwargs: Any) -> fx.Node:

@@ -29,12 +29,10 @@ from ..devices.registry import capabilities
 from ..ir import aten
 from ..ir.fakes import like
 from ..ir.scale import STATE_DTYPES, ScaleState, settled
-from ..ir.step_config import FACTOR, NORM, SKIPPED, RankGroups, Slot, StepConfig
+from ..ir.step_config import FACTOR, NORM, SKIPPED, Slot, StepConfig
 from ..plans.compile_log import Dump, trace_step
 from ..torch_inside.names import FakeTensorMode, norm_of_each
 from .compiled import Emit, Program
-
-__all__ = ["Decision", "decided", "graph_of_decision", "norms_of", "written_by_decision"]
 
 _Values: TypeAlias = Mapping[Slot, torch.Tensor]
 _Stage: TypeAlias = Callable[[StepConfig, _Values], dict[Slot, torch.Tensor]]
@@ -133,8 +131,10 @@ class Decision:
     ) -> None:
         self._config, self._listed = config, listed
         joined = {k for k, shape in enumerate(shapes) if len(shape) == 1 and shape[0] <= _SMALL}
-        self._small = [[k for k in some if k in joined] for some in config.alike.values()]
-        self._large = [[k for k in some if k not in joined] for some in config.alike.values()]
+        self._kinds = [
+            ([k for k in some if k not in joined], [k for k in some if k in joined])
+            for some in config.alike.values()
+        ]
         self.is_needed = config.checked or config.clipped
         self._held = {slot: held[slot] for slot in written_by_decision(config)}
         self._program: Program | None = None
@@ -153,17 +153,16 @@ class Decision:
 
     def norms(self, gradients: Sequence[torch.Tensor]) -> dict[Slot, torch.Tensor]:
         """Those of the gradients of all parameters."""
-        if not self._listed:
-            kinds = range(len(self._large))
-            return {Slot("norms", i): self._of_kind(i, gradients) for i in kinds}
-        norms = _norms([*gradients], self._config)
-        return {Slot("norm", k): norm for k, norm in enumerate(norms)}
-
-    def _of_kind(self, number: int, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
-        some = [gradients[k] for k in self._large[number]]
-        if small := self._small[number]:  # a copy of all takes less time than a call for each
-            some.append(torch.cat([gradients[k] for k in small]))
-        return torch.stack(_norms(some, self._config))
+        if self._listed:
+            norms = _norms([*gradients], self._config)
+            return {Slot("norm", k): norm for k, norm in enumerate(norms)}
+        found: dict[Slot, torch.Tensor] = {}
+        for i, (large, small) in enumerate(self._kinds):
+            some = [gradients[k] for k in large]
+            if small:  # a copy of all takes less time than a call for each
+                some.append(torch.cat([gradients[k] for k in small]))
+            found[Slot("norms", i)] = torch.stack(_norms(some, self._config))
+        return found
 
     def run(self, fresh: _Values) -> None:
         """Decide, and write what is decided to the tensors that are held.
@@ -228,29 +227,21 @@ def _agree(config: StepConfig, known: _Values) -> dict[Slot, torch.Tensor]:
     # FP64 holds the square of every FP32 norm.
     wide = [known[slot].to(torch.float64) for slot in own]
     wide = [w * w if slot == _TOTAL else w for slot, w in zip(own, wide, strict=True)]
-    sums = _all_reduce(torch.stack(wide), config.ranks).unbind()
+    functional = torch.ops._c10d_functional  # there only if torch was built with distributed
+    sums = torch.stack(wide).to(config.ranks.device)  # parameters FSDP may keep on the host
+    for group in config.ranks.groups:
+        sums = functional.wait_tensor(functional.all_reduce(sums, "sum", group))
     return {
         slot: s.sqrt().to(known[slot].dtype) if slot == _TOTAL else s > 0
-        for slot, s in zip(own, sums, strict=True)
+        for slot, s in zip(own, sums.to(wide[0].device).unbind(), strict=True)
     }
-
-
-def _all_reduce(vector: torch.Tensor, ranks: RankGroups) -> torch.Tensor:
-    """The sum of a vector over all ranks."""
-    functional = torch.ops._c10d_functional  # there only if torch was built with distributed
-    there = vector.to(ranks.device)  # elsewhere than parameters that FSDP keeps on the host
-    for group in ranks.groups:
-        there = functional.wait_tensor(functional.all_reduce(there, "sum", group))
-    return there.to(vector.device)
 
 
 def _skip(config: StepConfig, known: _Values) -> dict[Slot, torch.Tensor]:
     if not config.checked:
         return {}
-    skip, *others = (known[Slot("overflow", k)] for k in range(len(config.scales)))
-    for other in others:
-        skip = skip.logical_or(other)
-    return {SKIPPED: skip}
+    overflows = (known[Slot("overflow", k)] for k in range(len(config.scales)))
+    return {SKIPPED: functools.reduce(torch.logical_or, overflows)}
 
 
 def _clip(config: StepConfig, known: _Values) -> dict[Slot, torch.Tensor]:

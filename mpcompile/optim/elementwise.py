@@ -56,16 +56,10 @@ def _is_elementwise(node: fx.Node, reached: dict[fx.Node, set[Layout | None]]) -
         return is_pointwise(node) or not any(v.ndim for v in _tensors(node))
     shapes = {tuple(v.shape) for n in node.all_input_nodes for v in _tensors(n) if reached[n]}
     results = {tuple(v.shape) for v in _tensors(node)}
-    return len(reached[node]) == 1 and results <= shapes and _keeps_elements(node, shapes)
-
-
-def _keeps_elements(node: fx.Node, shapes: set[tuple[int, ...]]) -> bool:
-    """Whether each element of a result follows from the same elements of the inputs, if inputs and
-    results have these shapes.
-    """
     name = getattr(node.target, "__name__", "")
     several = name.startswith(("_foreach_", "getitem"))  # the multi-tensor form of pointwise ones
-    return several or (is_pointwise(node) and len(shapes) == 1)
+    keeps_places = several or (is_pointwise(node) and len(shapes) == 1)
+    return len(reached[node]) == 1 and results <= shapes and keeps_places
 
 
 def _tensors(node: fx.Node) -> list[torch.Tensor]:

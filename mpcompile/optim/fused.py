@@ -18,8 +18,6 @@ from .key import StepKey
 from .members import Member
 from .trace_context import raw_step
 
-__all__ = ["fits", "fused_step", "settings_of"]
-
 _CLASSES = (Adagrad, Adam, AdamW, SGD)
 
 

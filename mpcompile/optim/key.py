@@ -53,7 +53,7 @@ class StepKey:
         others = (own,) if own is not None else ()
         known = [tuple(parameters.scales_of(p)) or others for p in params]
         scales = tuple(dict.fromkeys(itertools.chain.from_iterable(known)))
-        stored = arriving or [*map(_stored, params)]
+        stored = arriving or [*map(Stored.of, params)]
         layouts = [layout_of(p) if connected and connected.countable else None for p in params]
         gradients = tuple(
             Gradient(how.dtype, tuple(map(scales.index, some)), layout.replicas if layout else 1)
@@ -79,9 +79,8 @@ class Stored(NamedTuple):
     dtype: torch.dtype
     strides: tuple[int, ...]
 
-
-def _stored(param: torch.Tensor) -> Stored:
-    """How the gradient of a parameter is stored."""
-    grad = param.grad
-    assert grad is not None
-    return Stored(grad.dtype, local(grad).stride())
+    @classmethod
+    def of(cls, param: torch.Tensor) -> Stored:
+        """How the gradient of a parameter, which has one, is stored."""
+        grad = local(param.grad)  # type: ignore[arg-type]
+        return cls(grad.dtype, grad.stride())

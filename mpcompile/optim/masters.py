@@ -22,8 +22,7 @@ import torch
 from torch.optim import Optimizer
 
 from ..ir.dtypes import HALF
-from ..ir.step_config import CopyLayout
-from ..ranks.shards import is_sharded, local
+from ..ranks.shards import is_sharded
 
 MASTER = "master"
 
@@ -43,11 +42,6 @@ def entries_of(optimizer: Optimizer, param: torch.Tensor) -> Mapping[str, Any]:
     """The state of a parameter that the optimizer's own step knows: all but the master."""
     entries: Mapping[str, Any] = optimizer.state.get(param, {})
     return {k: v for k, v in entries.items() if k != MASTER} if MASTER in entries else entries
-
-
-def layout_of_copy(param: torch.Tensor) -> CopyLayout | None:
-    """How the parameter lies in memory if it is the copy of a master, else None."""
-    return CopyLayout(param.dtype, local(param).stride(), leads=True) if is_low(param) else None
 
 
 def make_masters(optimizer: Optimizer, params: Iterable[torch.Tensor]) -> None:

@@ -14,7 +14,7 @@ from ..errors import MPCompileError
 from ..ir.fakes import like
 from ..ir.step_config import Slot
 from ..ranks.shards import local, place_gradient
-from ..ranks.zero import is_zero, partition_of
+from ..ranks.zero import partition_of
 from ..torch_inside.names import ConstantSource, FakeTensorMode
 from .masters import entries_of, updated_by
 
@@ -51,7 +51,7 @@ def members_of(optimizer: Optimizer, *, sharded: bool) -> list[Member]:
     Raises:
         MPCompileError: a gradient is sparse, or lies on other ranks than its parameter.
     """
-    own = _own(optimizer)
+    own = set(map(id, parameters_of(partition_of(optimizer))))  # of ZeRO, those of this rank
     members: list[Member] = []
     for index, group in enumerate(optimizer.param_groups):
         for param in group["params"]:
@@ -66,15 +66,8 @@ def members_of(optimizer: Optimizer, *, sharded: bool) -> list[Member]:
                     f"MPOptimizer: a gradient of shape {tuple(param.shape)} is sparse; make it "
                     "dense (nn.Embedding(sparse=False)), or use the plain torch.optim optimizer"
                 )
-            members.append(Member(index, param, own is None or id(param) in own))
+            members.append(Member(index, param, id(param) in own))
     return members
-
-
-def _own(optimizer: Optimizer) -> set[int] | None:
-    """The parameters (by `id`) that this process updates; None: all."""
-    if not is_zero(optimizer):
-        return None
-    return set(map(id, parameters_of(partition_of(optimizer))))
 
 
 class Inputs:
@@ -129,10 +122,9 @@ class Inputs:
 
     def _add_number(self, slot: Slot, number: float) -> None:
         source = ConstantSource(str(slot))
-        symbol = self.shape_env.create_unspecified_symbol(
+        symbol = self.symbols[slot] = self.shape_env.create_unspecified_symbol(
             number, source=source, dynamic_dim=DimDynamic.DYNAMIC
         )
-        self.symbols[slot] = symbol
         made = self.shape_env.create_symfloatnode(symbol, hint=number, source=source)
         self.values[slot] = made
 

@@ -21,7 +21,7 @@ from ..settings import OPTIONS
 from ..torch_inside.optimizers import note_step
 from .checks import check, check_arguments, check_group, check_ranks
 from .compiled import Emit
-from .compiled_steps import CompiledSteps, LastKey, log_by_operator
+from .compiled_steps import CompiledSteps, LastKey
 from .eager import eager_step, is_op_by_op
 from .first_state import initialise_state, move_scalar_state
 from .key import StepKey
@@ -29,7 +29,7 @@ from .members import members_of, parameters_of
 from .reports import Results, held_by
 from .rests_on import of_key
 from .saved import SavedScales, counters_on_host, load_checked, saved
-from .shadow import HOOKS, StateAppeared
+from .shadow import HOOKS
 from .step import CompiledStep
 from .trace_context import raw_step, untraced
 
@@ -252,12 +252,7 @@ class MPOptimizer(Optimizer):
         step = known.step or self._steps.find(key)
         if step is not None and step.rests_on.holds(part):
             return step
-        try:
-            return self._steps.compiled(key, step, part)
-        except StateAppeared:
-            # The first step makes the state: run it op by op, and trace the next one.
-            log_by_operator(part, key)
-            return None
+        return self._steps.compiled(key, step, part)
 
     @property
     def compilations(self) -> int:

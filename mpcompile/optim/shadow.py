@@ -210,10 +210,9 @@ def _names_one(value: Any, ids: Collection[int]) -> bool:
     """
     if isinstance(value, torch.Tensor):
         return id(value) in ids
-    if isinstance(value, Mapping):
-        return any(_names_one(v, ids) for item in value.items() for v in item)
     if isinstance(value, Collection) and not isinstance(value, (str, bytes)):
-        return any(_names_one(v, ids) for v in value)
+        parts = value.items() if isinstance(value, Mapping) else value
+        return any(_names_one(part, ids) for part in parts)
     return type(value) is int and value in ids
 
 

@@ -77,9 +77,9 @@ class TracedStep:
         }
         self._firsts = [torch.tensor(flag, device=self.device) for flag in (False, True)]
         self._no_overflows = torch.zeros((), dtype=torch.int64, device=self.device)
-        pairs = list(zip(key.members, key.copies, strict=True))
-        params = [member.param for member, _ in pairs if member.updated]
+        params = [member.param for member in key.members if member.updated]
         self._written = [*params, *map(local, filter(is_sharded, params))]
+        pairs = zip(key.members, key.copies, strict=True)
         self._copied = [(m.param, copy) for m, copy in pairs if copy is not None and m.updated]
 
     def _kept(self, optimizer: Optimizer) -> Mapping[Slot, torch.Tensor]:

@@ -13,8 +13,6 @@ from torch import fx
 
 from mpcompile.ir import aten
 
-__all__ = ["fill_zeros"]
-
 
 def fill_zeros(graph: fx.Graph) -> bool:
     """Rewrite the graph. Returns whether anything changed."""

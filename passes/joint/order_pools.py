@@ -25,8 +25,6 @@ from torch import fx
 from mpcompile import ir
 from mpcompile.ir import aten
 
-__all__ = ["order_pools"]
-
 _POOLS: dict[Any, int] = {
     aten.max_pool2d_with_indices.default: 2,
     aten.max_pool3d_with_indices.default: 3,

@@ -20,8 +20,6 @@ from mpcompile import ir
 from mpcompile.ir import aten
 from mpcompile.ir.dtypes import HALF
 
-__all__ = ["widen_maxima"]
-
 _MAXIMA = (aten.amax.default, aten.amin.default)
 _CONVERT = torch.ops.prims.convert_element_type.default
 

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from repository import ROOT, sources
 
 LIMITS = {
-    "lines of source": 42155,
-    "lines of code": 26592,
+    "lines of source": 42091,
+    "lines of code": 26554,
     "files of source": 299,
     "lines of tests": 63481,
     "warnings that count more than two frames": 18,
