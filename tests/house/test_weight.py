@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from repository import ROOT, sources
 
 LIMITS = {
-    "lines of source": 42091,
-    "lines of code": 26554,
-    "files of source": 299,
+    "lines of source": 42057,
+    "lines of code": 26534,
+    "files of source": 295,
     "lines of tests": 63481,
     "warnings that count more than two frames": 18,
     "registries of modules": 28,

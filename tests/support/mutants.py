@@ -151,9 +151,9 @@ MUTANTS = (
     Mutant(
         "recomputed-from-written",
         "the backward recomputes from an input that the forward has written",
-        "passes/joint/keep_written_inputs.py",
-        "if memory is None or memory not in writes:",
-        "if True:",
+        "passes/joint/kept_for_backward.py",
+        "if (write := writes.get(ir.storage_now(node))) is not None:",
+        "if (write := None) is not None:",
         ("tests/passes/test_passes_kept_for_backward.py",),
     ),
     Mutant(
