@@ -12,7 +12,7 @@ from torch import fx
 from torch.fx.node import map_arg
 from torch.utils.checkpoint import CheckpointPolicy
 
-from ..torch_inside.graphs import schema, set_source
+from ..torch_inside.graphs import schema, set_source, source_of
 from ..torch_inside.names import enable_python_dispatcher
 from .marks import Mark, set_mark
 from .shapes import Path
@@ -138,6 +138,30 @@ def first_call(graph: fx.Graph) -> fx.Node:
     """The first node that is no placeholder; a node put before it runs before all others."""
     first: fx.Node = next(node for node in graph.nodes if node.op != "placeholder")
     return first
+
+
+def cut(
+    nodes: Iterable[fx.Node], inputs: Iterable[fx.Node]
+) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
+    """Some nodes, in their order, as a graph of their own that lacks its output, and what each node
+    is in it: of an input that is computed, too, the latter. Attributes of the module (constants,
+    bodies) that they read are read there as well.
+    """
+    graph, new = fx.Graph(), dict[fx.Node, fx.Node]()
+    for node in inputs:
+        new[node] = graph.placeholder(node.name)
+        new[node].meta = dict(node.meta)  # "tensor_dict": is its address static?
+        set_source(new[node], source_of(node) if node.op == "placeholder" else None)
+
+    def of(node: fx.Node) -> fx.Node:
+        if node not in new:
+            assert node.op == "get_attr", f"{node.name} is no input"
+            new[node] = graph.node_copy(node)
+        return new[node]
+
+    for node in nodes:
+        new[node] = graph.node_copy(node, of)
+    return graph, new
 
 
 def all_before(nodes: Iterable[fx.Node]) -> set[fx.Node]:

@@ -11,7 +11,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_arg
 
 from ..torch_inside.graphs import rename
-from .edit import add_input, new_call
+from .edit import add_input, cut, new_call
 from .marks import Role, added, set_mark
 from .step_config import Slot
 from .values import aten, fake_mode, value
@@ -67,17 +67,11 @@ def writes(graph: fx.Graph) -> list[tuple[fx.Node, fx.Node, fx.Node]]:
 def part(
     nodes: Iterable[fx.Node], inputs: Mapping[fx.Node, Slot]
 ) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
-    """Some calls of a step's graph, in their order, as a graph that lacks its output: it, and what
-    each node is in it. Of a node that is one of the inputs and computed, too, that is the latter.
-    """
-    graph, new = fx.Graph(), dict[fx.Node, fx.Node]()
-    for node, slot in inputs.items():
-        new[node] = graph.placeholder(node.name)
-        new[node].meta["val"] = node.meta["val"]
-        set_slot(new[node], slot)
-    for node in nodes:
-        new[node] = graph.node_copy(node, new.__getitem__)
-        new[node].meta = dict(node.meta)
+    """Some calls of a step's graph as a graph with these inputs: see `cut`."""
+    graph, new = cut(nodes, inputs)
+    for node, slot in zip(graph.find_nodes(op="placeholder"), inputs.values(), strict=True):
+        node.meta = {"val": node.meta["val"]}
+        set_slot(node, slot)
     return graph, new
 
 

@@ -100,30 +100,25 @@ def _origin(
     node: fx.Node, gm: fx.GraphModule, config: Config, integers: Collection[fx.Node]
 ) -> Wide | None:
     """Why the node's value is wide by itself, or None."""
-    value = ir.captured(node)
-    if node.op == "placeholder":
-        if config.level is not Level.O2:
-            return None  # O1 computes with FP32 inputs in FP32, O3 has no rules
+    if node.op == "placeholder":  # O1 computes with FP32 inputs in FP32, O3 has no rules
         trained = ir.requires_grad(node) or ir.is_parameter(node)
-        if value is not None and value.dtype is torch.float32 and not trained:
-            return Wide("data of unknown range")
-        return None
+        is_data = config.level is Level.O2 and ir.was_f32(node) and not trained
+        return Wide("data of unknown range") if is_data else None
     if node.op == "get_attr":
         constant = ir.attribute(gm, node)
-        if isinstance(constant, torch.Tensor) and constant.is_floating_point():
-            return _constant(constant, config.low)
-        return None
+        floating = isinstance(constant, torch.Tensor) and constant.is_floating_point()
+        return _constant(constant, config.low) if floating else None
     if not ir.is_op(node):
         return None
-    rule = ir.rule(node)
+    value, rule = ir.captured(node), ir.rule(node)
     if rule.fill is not None:
         number = ir.argument(node, rule.fill)
         if isinstance(number, (int, float)) and not _fits(number, config.low):
             return Wide(f"constant {number:g}")
-    if rule.makes_positions and value is not None and value.is_floating_point():
+    floating = value is not None and value.is_floating_point()
+    if rule.makes_positions and floating:
         return _positions(node, config.low)
-    to_float = rule.converts and value is not None and value.is_floating_point()
-    if to_float and node.args[0] in integers:
+    if rule.converts and floating and node.args[0] in integers:
         return replace(_INTEGERS, exact=True)
     if rule.grows:
         return Wide(f"{ir.op_name(node).removeprefix('aten::')} can leave the low dtype's range")

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from repository import ROOT, sources
 
 LIMITS = {
-    "lines of source": 42057,
-    "lines of code": 26534,
+    "lines of source": 42042,
+    "lines of code": 26514,
     "files of source": 295,
     "lines of tests": 63481,
     "warnings that count more than two frames": 18,
