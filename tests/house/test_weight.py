@@ -12,10 +12,10 @@ from collections.abc import Iterator
 from repository import ROOT, sources
 
 LIMITS = {
-    "lines of source": 42042,
-    "lines of code": 26514,
-    "files of source": 295,
-    "lines of tests": 63481,
+    "lines of source": 42014,
+    "lines of code": 26495,
+    "files of source": 294,
+    "lines of tests": 63479,
     "warnings that count more than two frames": 18,
     "registries of modules": 28,
 }
