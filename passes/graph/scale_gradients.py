@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import fx
@@ -74,18 +75,14 @@ def scale_gradients(gm: fx.GraphModule, config: Config) -> bool:
     return True
 
 
+@dataclass
 class _Scaler:
-    def __init__(
-        self,
-        graph: fx.Graph,
-        scale: fx.Node,
-        found: fx.Node,
-        history: History,
-        reached: Collection[fx.Node],
-    ) -> None:
-        self.graph, self.scale, self.found, self.history = graph, scale, found, history
-        self.reached = reached  # the inputs that a gradient may reach
-        self.owned: dict[fx.Node, fx.Node] = {}  # a written copy -> the input it replaces
+    graph: fx.Graph
+    scale: fx.Node
+    found: fx.Node
+    history: History
+    reached: Collection[fx.Node]  # the inputs that a gradient may reach
+    owned: dict[fx.Node, fx.Node] = field(default_factory=dict)  # a written copy -> the input
 
     def tracked(self, node: fx.Node, reader: fx.Node) -> bool:
         """Whether autograd tracks `node` when `reader` reads it."""
@@ -176,18 +173,17 @@ class _Scaler:
             return False
         nodes = list(self.graph.nodes)
         aliases, itself = self._in_memory_of(node)
-        last = max(i for i, n in enumerate(nodes) if aliases.intersection(ir.written(n)))
-        seen = [
-            i for i, n in enumerate(nodes)
-            if aliases.intersection(n.all_input_nodes)
+        *_, last = (n for n in nodes if aliases.intersection(ir.written(n)))
+        readers = [
+            n for n in nodes if aliases.intersection(n.all_input_nodes)
             and ir.grad_enabled(n) and self.history.made.get(n, False)
         ]  # fmt: skip
-        readers = [nodes[i] for i in seen]
+        before = not readers or nodes.index(readers[0]) <= nodes.index(last)
         reads_another = any(
             aliases.intersection(reader.all_input_nodes) - itself for reader in readers
         )
         others = any(n.op == "placeholder" for n in aliases - {node})
-        if min(seen, default=last) <= last or reads_another or others:
+        if before or reads_another or others:
             return False
         for reader in readers:
             for alias in itself:
