@@ -79,21 +79,20 @@ def restore(node: fx.Node) -> None:
     node.meta["val"] = node.meta["mp_captured"]
 
 
-def new_call(
-    graph: fx.Graph, target: Any, *args: Any, name: str | None = None, **kwargs: Any
-) -> fx.Node:
+def new_call(graph: fx.Graph, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
     """Add a call at the graph's insertion point, with its value."""
-    node = graph.create_node("call_function", target, args, kwargs, name=name)
+    node = graph.call_function(target, args, kwargs)
     refresh(node)
     return node
 
 
 def insert(target: Any, *args: Any, name: str, like: fx.Node, decision: Mark) -> fx.Node:
     """Add a call at the graph's insertion point, with its value and the provenance of `like`."""
-    node = new_call(like.graph, target, *args, name=name)
+    node = like.graph.create_node("call_function", target, args, name=name)
     for key in ("stack_trace", "nn_module_stack", "mp_region", "mp_grad"):
         if key in like.meta:
             node.meta[key] = like.meta[key]
+    refresh(node)
     set_mark(node, decision)
     return node
 

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from repository import ROOT, sources
 
 LIMITS = {
-    "lines of source": 42014,
-    "lines of code": 26495,
+    "lines of source": 42004,
+    "lines of code": 26488,
     "files of source": 294,
     "lines of tests": 63479,
     "warnings that count more than two frames": 18,
