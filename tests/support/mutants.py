@@ -128,7 +128,7 @@ MUTANTS = (
         "copy-not-written",
         "a step doesn't write the working copy: the model reads the old weights",
         "passes/step/write_copies.py",
-        'aten.copy_.default, copy, last, why="the working copy"',
+        'aten.copy_.default, copy, low, why="the working copy"',
         'aten.copy_.default, copy, copy, why="the working copy"',
         ("tests/passes/test_passes_step_update.py", "tests/scaling/test_copies.py"),
     ),
