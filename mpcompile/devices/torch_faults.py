@@ -86,8 +86,8 @@ ZEROS_ARE_REUSED = TorchFault(
     "'ZeroTensors are immutable'.",
     since="2.12",
     until="2.14",
-    way_round="`passes/joint/fill_zeros.py` fills tensors with zeros in graphs with a transform of "
-    "functorch. It costs these tensors' memory.",
+    way_round="`fill_zeros` (`passes/joint/lowered_faults.py`) fills tensors with zeros in graphs "
+    "with a transform of functorch. It costs these tensors' memory.",
 )
 
 WRITTEN_INPUT_KEPT = TorchFault(
@@ -97,8 +97,8 @@ WRITTEN_INPUT_KEPT = TorchFault(
     "checkpoint that reads such values gives wrong gradients.",
     since="2.12",
     until=None,
-    way_round="`passes/joint/keep_written_inputs.py` keeps a copy of the input as it was: its "
-    "memory once more, only where the gradient would be wrong.",
+    way_round="`keep_written_inputs` (`passes/joint/kept_for_backward.py`) keeps a copy of the "
+    "input as it was: its memory once more, only where the gradient would be wrong.",
 )
 
 MAXIMA_DECLARED_TWICE = TorchFault(
@@ -107,8 +107,8 @@ MAXIMA_DECLARED_TWICE = TorchFault(
     "x.mT.amax(2), do not compile: 'conflicting declaration'.",
     since="2.12",
     until=None,
-    way_round="`passes/joint/widen_maxima.py` takes them in FP32, which gives the same values and "
-    "costs nothing.",
+    way_round="`widen_maxima` (`passes/joint/lowered_faults.py`) takes them in FP32, which gives "
+    "the same values and costs nothing.",
 )
 
 POOLS_COUNT_OTHERWISE = TorchFault(
@@ -118,7 +118,8 @@ POOLS_COUNT_OTHERWISE = TorchFault(
     "in this order in memory.",
     since="2.12",
     until=None,
-    way_round="`passes/joint/order_pools.py` lays out in order what such a pool reads: a copy.",
+    way_round="`order_pools` (`passes/joint/lowered_faults.py`) lays out in order what such a pool "
+    "reads: a copy.",
 )
 
 GCC_MISCOPIES_TILES = TorchFault(

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import fx
 from torch.fx.node import map_arg
+from torch.utils.checkpoint import CheckpointPolicy
 
-from ..torch_inside.graphs import schema, set_source
+from ..torch_inside.graphs import schema, set_source, source_of
 from ..torch_inside.names import enable_python_dispatcher
 from .marks import Mark, set_mark
 from .shapes import Path
@@ -78,17 +79,16 @@ def restore(node: fx.Node) -> None:
     node.meta["val"] = node.meta["mp_captured"]
 
 
-def insert(
-    graph: fx.Graph,
-    target: Any,
-    args: tuple[Any, ...],
-    *,
-    name: str,
-    like: fx.Node,
-    decision: Mark,
-) -> fx.Node:
+def new_call(graph: fx.Graph, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+    """Add a call at the graph's insertion point, with its value."""
+    node = graph.call_function(target, args, kwargs)
+    refresh(node)
+    return node
+
+
+def insert(target: Any, *args: Any, name: str, like: fx.Node, decision: Mark) -> fx.Node:
     """Add a call at the graph's insertion point, with its value and the provenance of `like`."""
-    node = graph.create_node("call_function", target, args, name=name)
+    node = like.graph.create_node("call_function", target, args, name=name)
     for key in ("stack_trace", "nn_module_stack", "mp_region", "mp_grad"):
         if key in like.meta:
             node.meta[key] = like.meta[key]
@@ -105,7 +105,22 @@ def after(node: fx.Node) -> fx.Node:
     return following
 
 
-def add_input(graph: fx.Graph, name: str, val: torch.Tensor, like: fx.Node) -> fx.Node:
+def copy_to_write(node: fx.Node, source: fx.Node, decision: Mark) -> fx.Node:
+    """Add a copy of an input, which the graph is to write in its place, right after `source`, which
+    shows the input.
+    """
+    name, clone = f"{node.name}_own", torch.ops.aten.clone.default
+    with node.graph.inserting_before(after(source)):
+        own = insert(clone, source, name=name, like=node, decision=decision)
+    own.meta["mp_captured"] = node.meta["mp_captured"]
+    # The backward must not compute it again: by then the input holds what was written.
+    own.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+    return own
+
+
+def add_input(
+    graph: fx.Graph, name: str, val: torch.Tensor, like: fx.Node | None = None
+) -> fx.Node:
     """Add an input after the last one; autograd tracks it if it tracks `like`."""
     last = graph.find_nodes(op="placeholder")[-1]
     with graph.inserting_after(last):
@@ -113,7 +128,8 @@ def add_input(graph: fx.Graph, name: str, val: torch.Tensor, like: fx.Node) -> f
     set_source(node, None)
     # "tensor_dict" is where Dynamo notes that a parameter keeps its address.
     kept = ("mp_captured", "tensor_meta", "tensor_dict")
-    node.meta.update({k: like.meta[k] for k in kept if k in like.meta}, val=val)
+    theirs = like.meta if like is not None else {}
+    node.meta.update({k: theirs[k] for k in kept if k in theirs}, val=val)
     return node
 
 
@@ -121,6 +137,30 @@ def first_call(graph: fx.Graph) -> fx.Node:
     """The first node that is no placeholder; a node put before it runs before all others."""
     first: fx.Node = next(node for node in graph.nodes if node.op != "placeholder")
     return first
+
+
+def cut(
+    nodes: Iterable[fx.Node], inputs: Iterable[fx.Node]
+) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
+    """Some nodes, in their order, as a graph of their own that lacks its output, and what each node
+    is in it: of an input that is computed, too, the latter. Attributes of the module (constants,
+    bodies) that they read are read there as well.
+    """
+    graph, new = fx.Graph(), dict[fx.Node, fx.Node]()
+    for node in inputs:
+        new[node] = graph.placeholder(node.name)
+        new[node].meta = dict(node.meta)  # "tensor_dict": is its address static?
+        set_source(new[node], source_of(node) if node.op == "placeholder" else None)
+
+    def of(node: fx.Node) -> fx.Node:
+        if node not in new:
+            assert node.op == "get_attr", f"{node.name} is no input"
+            new[node] = graph.node_copy(node)
+        return new[node]
+
+    for node in nodes:
+        new[node] = graph.node_copy(node, of)
+    return graph, new
 
 
 def all_before(nodes: Iterable[fx.Node]) -> set[fx.Node]:

@@ -9,7 +9,7 @@ import sympy
 import torch
 from torch import fx
 
-from .edit import insert, refresh
+from .edit import insert, new_call
 from .marks import Mark
 from .memory import shares_memory
 from .shapes import Size, hint, known_equal
@@ -56,6 +56,12 @@ def _expression(size: Size) -> sympy.Expr:
     return sympy.Integer(size) if isinstance(size, int) else size.node.expr
 
 
+def is_dense(value: torch.Tensor) -> bool:
+    """Whether its elements fill their memory, each at a place of its own, without gaps."""
+    dense: bool = aten.is_non_overlapping_and_dense.default(value)
+    return dense
+
+
 FORCE_STRIDES = "prims::inductor_force_stride_order"
 """Inductor's operator for a value whose dimensions are to have the order of given strides."""
 
@@ -66,11 +72,8 @@ def laid_channels_last(image: fx.Node) -> fx.Node:
     """
     strides = torch.empty_like(value(image), memory_format=torch.channels_last).stride()
     with image.graph.inserting_after(image):
-        laid = image.graph.call_function(
-            torch.ops.prims.inductor_force_stride_order.default, (image, list(strides))
-        )
-    refresh(laid)
-    return laid
+        force = torch.ops.prims.inductor_force_stride_order.default
+        return new_call(image.graph, force, image, list(strides))
 
 
 def dense_in_order(node: fx.Node, like: torch.Tensor, name: str, decision: Mark) -> fx.Node:
@@ -88,5 +91,5 @@ def dense_in_order(node: fx.Node, like: torch.Tensor, name: str, decision: Mark)
         steps = steps[1:2]
     dense = node
     for target, args in steps:
-        dense = insert(node.graph, target, (dense, *args), name=name, like=node, decision=decision)
+        dense = insert(target, dense, *args, name=name, like=node, decision=decision)
     return dense

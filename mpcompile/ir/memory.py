@@ -17,16 +17,19 @@ from .values import (
     is_opaque,
     op_name,
     positions,
+    tensor,
     tensors_of,
 )
 
 
 def storage(node: fx.Node) -> int | None:
     """Identity of the memory of the captured value; equal for aliases."""
-    value = captured(node)
-    if value is None or value.layout is not torch.strided:
-        return None
-    return storage_of(value)
+    return next(iter(memory(captured(node))), None)
+
+
+def storage_now(node: object) -> int | None:
+    """The same of the value that a node has now; None of what is no node."""
+    return next(iter(memory(tensor(node))), None) if isinstance(node, fx.Node) else None
 
 
 def shares_memory(a: fx.Node, b: fx.Node) -> bool:

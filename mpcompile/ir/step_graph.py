@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_arg
 
 from ..torch_inside.graphs import rename
-from .edit import refresh
+from .edit import add_input, cut, new_call
 from .marks import Role, added, set_mark
 from .step_config import Slot
 from .values import aten, fake_mode, value
@@ -53,11 +53,8 @@ def become_tensor(node: fx.Node) -> None:
 
 def add_slot(graph: fx.Graph, wanted: Slot, value: torch.Tensor) -> fx.Node:
     """Add an input after the last one."""
-    last = graph.find_nodes(op="placeholder")[-1]
-    with graph.inserting_after(last):
-        node = graph.placeholder(str(wanted))
+    node = add_input(graph, str(wanted), value)
     set_slot(node, wanted)
-    node.meta["val"] = value
     return node
 
 
@@ -67,32 +64,46 @@ def writes(graph: fx.Graph) -> list[tuple[fx.Node, fx.Node, fx.Node]]:
     return [(node, *node.all_input_nodes) for node in found]
 
 
-def call(
-    graph: fx.Graph, target: Any, *args: Any, why: str, name: str = "", **kwargs: Any
-) -> fx.Node:
+def part(
+    nodes: Iterable[fx.Node], inputs: Mapping[fx.Node, Slot]
+) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
+    """Some calls of a step's graph as a graph with these inputs: see `cut`."""
+    graph, new = cut(nodes, inputs)
+    for node, slot in zip(graph.find_nodes(op="placeholder"), inputs.values(), strict=True):
+        node.meta = {"val": node.meta["val"]}
+        set_slot(node, slot)
+    return graph, new
+
+
+def call(graph: fx.Graph, target: Any, *args: Any, why: str, **kwargs: Any) -> fx.Node:
     """Add a call to a step's graph at its insertion point, with its value and its reason."""
-    node = graph.create_node("call_function", target, args, kwargs, name=name or None)
-    refresh(node)
+    node = new_call(graph, target, *args, **kwargs)
     set_mark(node, added(Role.STEP, why))
     return node
 
 
 def inline(
     graph: fx.Graph,
-    function: Callable[..., list[torch.Tensor]],
-    inputs: Sequence[fx.Node],
+    function: Callable[[Mapping[Slot, torch.Tensor]], Mapping[Slot, torch.Tensor]],
+    inputs: Mapping[Slot, fx.Node],
     *,
     why: str,
-) -> list[fx.Node]:
-    """Trace a function of tensors and add its nodes at the insertion point of a step's graph.
+) -> dict[Slot, fx.Node]:
+    """Trace a function of named tensors, add its nodes at the insertion point of a step's graph.
     Returns the nodes of its results; a result that is an input of the function is that input.
     """
+    named: dict[Slot, torch.Tensor] = {}
+
+    def run(*values: torch.Tensor) -> list[torch.Tensor]:
+        named.update(function(dict(zip(inputs, values, strict=True))))
+        return [*named.values()]
+
     with fake_mode(graph), torch.no_grad():
-        body = make_fx(function)(*map(value, inputs)).graph
-    known = dict(zip(body.find_nodes(op="placeholder"), inputs, strict=True))
+        body = make_fx(run)(*map(value, inputs.values())).graph
+    known = dict(zip(body.find_nodes(op="placeholder"), inputs.values(), strict=True))
     for node in body.nodes:
         if node.op == "call_function":
             args, kwargs = map_arg((node.args, node.kwargs), known.__getitem__)
             known[node] = call(graph, node.target, *args, why=why, **kwargs)
     results: Any = body.output_node().args[0]
-    return [known[result] for result in results]
+    return {slot: known[result] for slot, result in zip(named, results, strict=True)}

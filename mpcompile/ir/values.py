@@ -25,6 +25,11 @@ def is_op(node: fx.Node) -> bool:
     return node.op == "call_function" and isinstance(node.target, (OpOverload, HigherOrderOperator))
 
 
+def is_pointwise(node: fx.Node) -> bool:
+    """Whether torch says that the operator works element by element."""
+    return isinstance(node.target, OpOverload) and torch.Tag.pointwise in node.target.tags
+
+
 def is_opaque(node: fx.Node) -> bool:
     """Whether the call stays as Dynamo wrote it: a higher-order operator, a user's function."""
     return "mp_opaque" in node.meta

@@ -27,8 +27,7 @@ from torch.utils.checkpoint import checkpoint
 from .._version import __version__
 from ..errors import CannotRewrite, MPCompileError, did_you_mean
 from ..ir.targets import CHECKPOINT
-from ..passes.joint.keep_sources import keep_sources
-from ..passes.joint.keep_written_inputs import keep_written_inputs
+from ..passes.joint.kept_for_backward import keep_sources, keep_written_inputs
 from ..rules import PACKETS
 from ..scaling.second_backward import noticed, of_compiled
 from ..torch_inside import names

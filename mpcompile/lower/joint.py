@@ -22,11 +22,10 @@ from torch import fx
 from ..devices.registry import capabilities
 from ..devices.torch_faults import ZEROS_ARE_REUSED
 from ..passes.joint.cast_together import cast_together
-from ..passes.joint.fill_zeros import fill_zeros
-from ..passes.joint.keep_sources import WEIGHT
+from ..passes.joint.kept_for_backward import WEIGHT, store_masks_as_bytes
 from ..passes.joint.lay_channels_last import lay_channels_last
 from ..passes.joint.lay_low_images import lay_low_images
-from ..passes.joint.store_masks_as_bytes import store_masks_as_bytes
+from ..passes.joint.lowered_faults import fill_zeros
 from ..passes.joint.unscale_together import unscale_together
 from ..passes.joint.widen_weight_gradients import widen_weight_gradients
 from ..rules.policy import Level

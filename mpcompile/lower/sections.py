@@ -5,7 +5,6 @@ Why and where it is cut, and what runs the sections: `islands.py`.
 
 from __future__ import annotations
 
-import copy
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,10 +13,11 @@ from typing import Any
 import torch
 from torch import fx
 
+from .. import ir
 from ..errors import CannotRewrite
 from ..ir.targets import ENTER_AUTOCAST, SET_GRAD_ENABLED
 from ..rules import RNN_OPS
-from ..torch_inside.graphs import schema, set_source, set_sources, source_of, sources_of
+from ..torch_inside.graphs import schema, set_sources, sources_of
 
 aten = torch.ops.aten
 
@@ -88,21 +88,12 @@ def connect(graph: fx.Graph, sections: list[Section], symbols: list[fx.Node]) ->
 
 def outline(gm: fx.GraphModule, section: Section, base: bool) -> fx.GraphModule:
     """The section as its own graph, with the notes that AOTAutograd reads from Dynamo's graphs."""
-    graph = fx.Graph()
-    new: dict[fx.Node, fx.Node] = {}
-    for node in section.inputs:
-        placeholder = new[node] = graph.placeholder(node.name)
-        placeholder.meta = copy.copy(node.meta)  # "tensor_dict": is its address static?
-        source = source_of(node) if node.op == "placeholder" else None
-        set_source(placeholder, source)
+    graph, new = ir.cut(section.nodes, section.inputs)
     grad = section.grad
     if not section.island and grad is not base:
-        graph.call_function(SET_GRAD_ENABLED, (grad,))
+        with graph.inserting_before(ir.first_call(graph)):
+            graph.call_function(SET_GRAD_ENABLED, (grad,))
     for node in section.nodes:
-        for value in node.all_input_nodes:
-            if value.op == "get_attr" and value not in new:
-                new[value] = graph.node_copy(value)
-        new[node] = graph.node_copy(node, new.__getitem__)
         if node.target is SET_GRAD_ENABLED:
             grad = bool(node.args[0])
     if section.nodes[0].target in RNN_OPS:

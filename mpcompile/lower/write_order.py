@@ -28,8 +28,7 @@ from ..devices.torch_faults import (
     POOLS_COUNT_OTHERWISE,
     SCHEDULER_FORGETS_WRITES,
 )
-from ..passes.joint.order_pools import order_pools
-from ..passes.joint.widen_maxima import widen_maxima
+from ..passes.joint.lowered_faults import order_pools, widen_maxima
 from ..torch_inside import inductor, names
 from .joint import LOWERED, appended
 

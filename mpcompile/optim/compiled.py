@@ -26,18 +26,8 @@ from ..ir.fakes import like
 from ..ir.step_config import Slot
 from ..lower.inference import Function, compile_inference, options_for_joins
 from ..lower.write_order import inductor_for
-from ..torch_inside.names import ConstantSource, FakeTensorMode, OpOverload
+from ..torch_inside.names import ConstantSource, FakeTensorMode
 from ..verify.verdicts import Verify
-
-__all__ = [
-    "SMALL",
-    "Emit",
-    "Program",
-    "is_pointwise",
-    "numbers_of",
-    "serves_vectors",
-    "without_numbers",
-]
 
 _ALWAYS = {
     # Muon iterates in BF16; a fused kernel would keep FP32 and find another orthogonal matrix.
@@ -143,7 +133,7 @@ def _is_flat(graph: fx.Graph) -> bool:
     layouts = {
         (v.shape, tuple(v.stride(d) for d in range(v.ndim) if v.shape[d] > 1)) for v in large
     }
-    if len(layouts) != 1 or large[0].numel() < 2 or not _is_dense(large[0]):
+    if len(layouts) != 1 or large[0].numel() < 2 or not ir.is_dense(large[0]):
         return False
     for node in graph.nodes:
         if node.op != "call_function":
@@ -155,16 +145,9 @@ def _is_flat(graph: fx.Graph) -> bool:
     return True
 
 
-def _is_dense(value: torch.Tensor) -> bool:
-    dense: bool = torch.ops.aten.is_non_overlapping_and_dense.default(value)
-    return dense
-
-
 def is_pointwise(node: fx.Node) -> bool:
     """Whether a node computes each element from the same elements of its inputs."""
-    return isinstance(node.target, OpOverload) and (
-        torch.Tag.pointwise in node.target.tags or node.target in _POINTWISE
-    )
+    return ir.is_pointwise(node) or node.target in _POINTWISE
 
 
 def numbers_of(graph: fx.Graph) -> list[fx.Node]:
@@ -182,8 +165,7 @@ def numbers_of(graph: fx.Graph) -> list[fx.Node]:
 
 
 def _is_scalar(node: fx.Node) -> bool:
-    value: Any = node.meta["val"]
-    return all(v.ndim == 0 for v in (value if isinstance(value, (list, tuple)) else [value]))
+    return all(value.ndim == 0 for value in ir.tensors_of(node.meta["val"]))
 
 
 @dataclass(frozen=True)
@@ -216,13 +198,13 @@ def without_numbers(gm: fx.GraphModule, *, returned: bool = False) -> Cut | None
         return None
     written = [w for w in ir.writes(gm.graph) if returned and w[2] in numbers]
     rest = [n for n in rest if n not in {write for write, *_ in written}]
-    first, places = _part(gm, [*numbers], () if returned else given)
-    for node, place in places.items():
-        write = first.call_function(aten.copy_.default, (place, node))
-        write.meta = dict(place.meta)
-    names = {node.name: node for node in first.nodes}
-    first.output(tuple(names[n.name] for n in given) if returned else ())
-    last, _ = _part(gm, rest, given)
+    first, made = _part([*numbers], () if returned else given)
+    places = ir.slots(first)
+    for j, node in enumerate(() if returned else given):
+        place = places[Slot("number", j)]
+        first.call_function(aten.copy_.default, (place, made[node])).meta = dict(place.meta)
+    first.output(tuple(made[n] for n in given) if returned else ())
+    last, _ = _part(rest, given)
     last.output(())
     return Cut(
         fx.GraphModule(gm, first),
@@ -232,23 +214,12 @@ def without_numbers(gm: fx.GraphModule, *, returned: bool = False) -> Cut | None
 
 
 def _part(
-    gm: fx.GraphModule, nodes: Sequence[fx.Node], given: Sequence[fx.Node]
+    nodes: Sequence[fx.Node], given: Sequence[fx.Node]
 ) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
-    """Some nodes as a graph that lacks its output; and those of them that are `given`, each with
-    the input for it.
-    """
-    graph, env = fx.Graph(), dict[fx.Node, fx.Node]()
-    inputs = [i for n in nodes for i in n.all_input_nodes if i.op == "placeholder"]
-    numbers = {i: Slot("number", j) for j, i in enumerate(given)}
-    for i in dict.fromkeys([*inputs, *given]):
-        env[i] = graph.placeholder(i.name)
-        env[i].meta["val"] = i.meta["val"]
-        ir.set_slot(env[i], numbers.get(i) or ir.slot_of(i))
-    places = {i: env[i] for i in given}
-    for node in nodes:
-        env[node] = graph.node_copy(node, env.__getitem__)
-        env[node].meta = dict(node.meta)
-    return graph, {env[i]: places[i] for i in given if env[i] is not places[i]}
+    """Some nodes as a graph that takes the numbers in `given`, too: see `ir.part`."""
+    inputs = (i for n in nodes for i in n.all_input_nodes if i.op == "placeholder")
+    numbers = {node: Slot("number", j) for j, node in enumerate(given)}
+    return ir.part(nodes, {i: ir.slot_of(i) for i in inputs} | numbers)
 
 
 def _is_small(places: Sequence[fx.Node]) -> bool:
@@ -258,14 +229,7 @@ def _is_small(places: Sequence[fx.Node]) -> bool:
 
 def _signature(graph: fx.Graph, sizes: _Sizes) -> tuple[object, ...]:
     """A value that is equal for graphs that are the same program, apart from flattened sizes."""
-    position = {node: i for i, node in enumerate(graph.nodes)}
-
-    def plain(argument: object) -> object:
-        if isinstance(argument, fx.Node):
-            return f"%{position[argument]}"
-        if isinstance(argument, (list, tuple)):
-            return tuple(plain(a) for a in argument)
-        return repr(argument)
+    position = {node: f"%{i}" for i, node in enumerate(graph.nodes)}
 
     def of_input(node: fx.Node, size: int | None) -> tuple[object, ...]:
         value = ir.value(node)
@@ -275,7 +239,7 @@ def _signature(graph: fx.Graph, sizes: _Sizes) -> tuple[object, ...]:
     return (
         *map(of_input, graph.find_nodes(op="placeholder"), sizes),
         *(
-            (str(n.target), plain(n.args), tuple((k, plain(v)) for k, v in n.kwargs.items()))
+            (str(n.target), repr(fx.node.map_arg((n.args, n.kwargs), position.__getitem__)))
             for n in graph.nodes
             if n.op != "placeholder"
         ),

@@ -80,11 +80,6 @@ class CompiledSteps:
         self._patterns = 0  # for how many something was traced
         self._mixes = False  # whether what is done to a parameter depends on others
 
-    @property
-    def all(self) -> list[CompiledStep]:
-        """Those that there are."""
-        return [*self._steps.values()]
-
     def find(self, key: StepKey) -> CompiledStep | None:
         """The step that was compiled for this key."""
         return self._steps.get(key)
@@ -99,13 +94,13 @@ class CompiledSteps:
             part: the optimizer; of ZeRO, that with this rank's param groups alone.
 
         Returns:
-            None if there are too many: after a warning, the step is to run operator by operator.
+            None if the step is to run operator by operator: its first run makes state, so that the
+            next one can be traced; or, after a warning, there are too many.
 
         Raises:
-            StateAppeared: the first step makes state, so that it can't be traced.
             CannotRewrite: it can't be traced at all.
         """
-        start, why, before = time.perf_counter(), _why(part, known, self.all), self.compilations
+        start, why, before = time.perf_counter(), _why(part, known, self._steps), self.compilations
         for old in (known, self._kinds):
             if old is not None:  # a setting that changed may change again: an input now
                 self._varying |= old.rests_on.constants.changed(part)
@@ -113,7 +108,11 @@ class CompiledSteps:
             self._kinds = None
         with compile_session(), modes_off():  # tracing uses its own FakeTensors
             initialise_state(part, key.members)
-            traced = self._traced(key, part, again=known is not None)
+            try:
+                traced = self._traced(key, part, again=known is not None)
+            except StateAppeared:
+                _log_by_operator(part, key)
+                return None
             if traced is None:
                 self._warn_of_too_many(part)
                 return None
@@ -141,9 +140,7 @@ class CompiledSteps:
         if self._kinds is not None and not self._mixes:
             try:
                 if self._kinds.of(part, key) is not None:
-                    return TracedStep(
-                        part, key, config, self._kinds, self._results, self._kinds.varying
-                    )
+                    return TracedStep(part, key, config, self._kinds, self._results)
             except ParametersMix:
                 self._mixes = True
         if not again and self._patterns >= _MOST:
@@ -151,7 +148,7 @@ class CompiledSteps:
         updates = self._updates(key, part, config)
         self._patterns += not again
         self.compilations += 1
-        return TracedStep(part, key, config, updates, self._results, updates.varying)
+        return TracedStep(part, key, config, updates, self._results)
 
     def _updates(self, key: StepKey, part: Optimizer, config: StepConfig) -> Updates:
         if not (self._mixes or (_is_whole(key) and self._patterns < _EXACT)):
@@ -219,8 +216,8 @@ def _is_whole(key: StepKey) -> bool:
 # -- what is logged --------------------------------------------------------------------------------
 
 
-def _why(optimizer: Optimizer, step: CompiledStep | None, others: Collection[CompiledStep]) -> str:
-    """Why a step is to be compiled, though there was `step` for its key, or `others`."""
+def _why(optimizer: Optimizer, step: CompiledStep | None, others: Collection[StepKey]) -> str:
+    """Why a step is to be compiled, though there was `step` for its key, or one for `others`."""
     if step is not None:
         return step.rests_on.broken_by(optimizer) or "its state is stored in another way"
     if others:
@@ -228,7 +225,7 @@ def _why(optimizer: Optimizer, step: CompiledStep | None, others: Collection[Com
     return "none was compiled yet, or a state was loaded"
 
 
-def log_by_operator(optimizer: Optimizer, key: StepKey) -> None:
+def _log_by_operator(optimizer: Optimizer, key: StepKey) -> None:
     logs.event(
         "optim", logging.INFO, "by_operator",
         "a step of %(optimizer)s over %(parameters)d parameters runs operator by operator, because "

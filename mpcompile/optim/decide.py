@@ -14,6 +14,7 @@ moves its scale ("first"); if its step is good, so does the first one that overf
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -28,12 +29,10 @@ from ..devices.registry import capabilities
 from ..ir import aten
 from ..ir.fakes import like
 from ..ir.scale import STATE_DTYPES, ScaleState, settled
-from ..ir.step_config import FACTOR, NORM, SKIPPED, RankGroups, Slot, StepConfig
+from ..ir.step_config import FACTOR, NORM, SKIPPED, Slot, StepConfig
 from ..plans.compile_log import Dump, trace_step
 from ..torch_inside.names import FakeTensorMode, norm_of_each
 from .compiled import Emit, Program
-
-__all__ = ["Decision", "decided", "graph_of_decision", "norms_of", "written_by_decision"]
 
 _Values: TypeAlias = Mapping[Slot, torch.Tensor]
 _Stage: TypeAlias = Callable[[StepConfig, _Values], dict[Slot, torch.Tensor]]
@@ -93,10 +92,7 @@ def graph_of_decision(config: StepConfig, inputs: _Values) -> fx.GraphModule:
     places = dict(known)
     with graph.inserting_before(graph.output(())):
         for stage, why in _STAGES:
-            slots: list[Slot] = []
-            run = _on_lists(stage, config, [*known], slots)
-            found = ir.inline(graph, run, [*known.values()], why=why)  # it fills `slots`
-            known.update(zip(slots, found, strict=True))
+            known |= ir.inline(graph, functools.partial(stage, config), known, why=why)
         for slot in written_by_decision(config):
             if known[slot] is not places[slot]:
                 ir.call(graph, aten.copy_.default, places[slot], known[slot], why="what is decided")
@@ -106,24 +102,12 @@ def graph_of_decision(config: StepConfig, inputs: _Values) -> fx.GraphModule:
     return fx.GraphModule({}, graph)
 
 
-def _on_lists(
-    stage: _Stage, config: StepConfig, slots: Sequence[Slot], found: list[Slot]
-) -> Callable[..., list[torch.Tensor]]:
-    """A stage as a function of tensors; `found` takes the slots of its results."""
-
-    def run(*values: torch.Tensor) -> list[torch.Tensor]:
-        results = stage(config, dict(zip(slots, values, strict=True)))
-        found[:] = results
-        return [*results.values()]
-
-    return run
-
-
 class Decision:
     """The decision of one step, bound to its tensors.
 
     Args:
         held: those that it reads and writes in every step.
+        fresh: tensors like those that are new in each step, besides norms.
         emit: how it runs. Where ranks decide together, operator by operator.
         dump: directory for its graph, or None.
         shapes: of the gradients.
@@ -138,6 +122,7 @@ class Decision:
         self,
         config: StepConfig,
         held: _Values,
+        fresh: _Values,
         emit: Emit,
         dump: Path | None = None,
         *,
@@ -146,15 +131,20 @@ class Decision:
     ) -> None:
         self._config, self._listed = config, listed
         joined = {k for k, shape in enumerate(shapes) if len(shape) == 1 and shape[0] <= _SMALL}
-        self._small = [[k for k in some if k in joined] for some in config.alike.values()]
-        self._large = [[k for k in some if k not in joined] for some in config.alike.values()]
+        self._kinds = [
+            ([k for k in some if k not in joined], [k for k in some if k in joined])
+            for some in config.alike.values()
+        ]
         self.is_needed = config.checked or config.clipped
         self._held = {slot: held[slot] for slot in written_by_decision(config)}
         self._program: Program | None = None
         by_inductor = emit.how == "inductor" and config.ranks is None
         if self.is_needed and (by_inductor or dump is not None):
-            fresh = _fresh(config, held[FACTOR], listed=listed)
-            gm = graph_of_decision(config, {**fresh, **self._held})
+            number = held[FACTOR]
+            single = {Slot("norm", k): number for k in range(len(config.gradients))}
+            vectors = {Slot("norms", i): number[None] for i in range(len(config.alike))}
+            norms = single if listed else vectors
+            gm = graph_of_decision(config, {**norms, **fresh, **self._held})
             trace_step(gm)
             if dump is not None:
                 Dump(dump, "decision").stage("decided", gm, 0.0)
@@ -163,17 +153,16 @@ class Decision:
 
     def norms(self, gradients: Sequence[torch.Tensor]) -> dict[Slot, torch.Tensor]:
         """Those of the gradients of all parameters."""
-        if not self._listed:
-            kinds = range(len(self._large))
-            return {Slot("norms", i): self._of_kind(i, gradients) for i in kinds}
-        norms = _norms([*gradients], self._config)
-        return {Slot("norm", k): norm for k, norm in enumerate(norms)}
-
-    def _of_kind(self, number: int, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
-        some = [gradients[k] for k in self._large[number]]
-        if small := self._small[number]:  # a copy of all takes less time than a call for each
-            some.append(torch.cat([gradients[k] for k in small]))
-        return torch.stack(_norms(some, self._config))
+        if self._listed:
+            norms = _norms([*gradients], self._config)
+            return {Slot("norm", k): norm for k, norm in enumerate(norms)}
+        found: dict[Slot, torch.Tensor] = {}
+        for i, (large, small) in enumerate(self._kinds):
+            some = [gradients[k] for k in large]
+            if small:  # a copy of all takes less time than a call for each
+                some.append(torch.cat([gradients[k] for k in small]))
+            found[Slot("norms", i)] = torch.stack(_norms(some, self._config))
+        return found
 
     def run(self, fresh: _Values) -> None:
         """Decide, and write what is decided to the tensors that are held.
@@ -187,18 +176,6 @@ class Decision:
             return
         for slot, value in decided(self._config, known).items():
             self._held[slot].copy_(value)
-
-
-def _fresh(config: StepConfig, factor: torch.Tensor, *, listed: bool) -> dict[Slot, torch.Tensor]:
-    """Tensors like those that are new in each step."""
-    scales = range(len(config.scales)) if config.checked else ()
-    vectors = {Slot("norms", i): factor.new_zeros(1) for i in range(len(config.alike))}
-    single = {Slot("norm", k): factor.new_zeros(()) for k in range(len(config.gradients))}
-    return {
-        **(single if listed else vectors),
-        **{Slot("scale", k, "flag"): factor.new_zeros((), dtype=torch.int64) for k in scales},
-        **{Slot("scale", k, "first"): factor.new_zeros((), dtype=torch.bool) for k in scales},
-    }
 
 
 def written_by_decision(config: StepConfig) -> list[Slot]:
@@ -250,29 +227,21 @@ def _agree(config: StepConfig, known: _Values) -> dict[Slot, torch.Tensor]:
     # FP64 holds the square of every FP32 norm.
     wide = [known[slot].to(torch.float64) for slot in own]
     wide = [w * w if slot == _TOTAL else w for slot, w in zip(own, wide, strict=True)]
-    sums = _all_reduce(torch.stack(wide), config.ranks).unbind()
+    functional = torch.ops._c10d_functional  # there only if torch was built with distributed
+    sums = torch.stack(wide).to(config.ranks.device)  # parameters FSDP may keep on the host
+    for group in config.ranks.groups:
+        sums = functional.wait_tensor(functional.all_reduce(sums, "sum", group))
     return {
         slot: s.sqrt().to(known[slot].dtype) if slot == _TOTAL else s > 0
-        for slot, s in zip(own, sums, strict=True)
+        for slot, s in zip(own, sums.to(wide[0].device).unbind(), strict=True)
     }
-
-
-def _all_reduce(vector: torch.Tensor, ranks: RankGroups) -> torch.Tensor:
-    """The sum of a vector over all ranks."""
-    functional = torch.ops._c10d_functional  # there only if torch was built with distributed
-    there = vector.to(ranks.device)  # elsewhere than parameters that FSDP keeps on the host
-    for group in ranks.groups:
-        there = functional.wait_tensor(functional.all_reduce(there, "sum", group))
-    return there.to(vector.device)
 
 
 def _skip(config: StepConfig, known: _Values) -> dict[Slot, torch.Tensor]:
     if not config.checked:
         return {}
-    skip, *others = (known[Slot("overflow", k)] for k in range(len(config.scales)))
-    for other in others:
-        skip = skip.logical_or(other)
-    return {SKIPPED: skip}
+    overflows = (known[Slot("overflow", k)] for k in range(len(config.scales)))
+    return {SKIPPED: functools.reduce(torch.logical_or, overflows)}
 
 
 def _clip(config: StepConfig, known: _Values) -> dict[Slot, torch.Tensor]:

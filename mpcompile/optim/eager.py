@@ -48,7 +48,10 @@ def eager_step(
     optimizer: Optimizer, key: StepKey, max_grad_norm: float | None, results: Results
 ) -> None:
     """One step as the optimizer's class does it, after the same checks, made on the host."""
-    true = _wide_gradients(key)
+    true = [  # each in the dtype that is updated
+        m.param.grad.to(torch.float32 if is_low(m.param) else m.param.dtype)  # type: ignore[union-attr]  # there
+        for m in key.members
+    ]
     overflows, norm = _measured(optimizer, key, true, clipped=max_grad_norm is not None)
     for scale, overflow in zip(key.scales, overflows, strict=key.checked):
         scale.settle(overflow)
@@ -70,15 +73,6 @@ def eager_step(
             p.copy_(wide[p])
     # A step may write to the memory of a parameter by way of another tensor, which no count tells.
     torch.autograd.graph.increment_version([m.param for m in key.members if m.updated])
-
-
-def _wide_gradients(key: StepKey) -> list[torch.Tensor]:
-    """The gradients, each in the dtype that is updated."""
-    wide: list[torch.Tensor] = []
-    for param in (member.param for member in key.members):
-        assert param.grad is not None
-        wide.append(param.grad.to(torch.float32 if is_low(param) else param.dtype))
-    return wide
 
 
 def _measured(

@@ -8,7 +8,6 @@ numbers that all ranks have. This is proved for each operator of the traced step
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NoReturn
 
 import torch
 from torch import fx
@@ -43,7 +42,11 @@ def refuse_mixing(graph: fx.Graph, members: Sequence[Member]) -> None:
         elif node.op == "call_function":
             reached[node] = set().union(*(reached[n] for n in node.all_input_nodes))
             if reached[node] != {None} and not _is_elementwise(node, reached):
-                _refuse(node)
+                name = str(node.target).removeprefix("aten.").split(".")[0]
+                raise CannotRewrite(
+                    f"its parameters are sharded over processes, and its operator {name} is not "
+                    "elementwise, so that a process can't do it on its shards"
+                )
 
 
 def _is_elementwise(node: fx.Node, reached: dict[fx.Node, set[Layout | None]]) -> bool:
@@ -53,22 +56,14 @@ def _is_elementwise(node: fx.Node, reached: dict[fx.Node, set[Layout | None]]) -
         return is_pointwise(node) or not any(v.ndim for v in _tensors(node))
     shapes = {tuple(v.shape) for n in node.all_input_nodes for v in _tensors(n) if reached[n]}
     results = {tuple(v.shape) for v in _tensors(node)}
-    return len(reached[node]) == 1 and results <= shapes and _keeps_elements(node, shapes)
-
-
-def _keeps_elements(node: fx.Node, shapes: set[tuple[int, ...]]) -> bool:
-    """Whether each element of a result follows from the same elements of the inputs, if inputs and
-    results have these shapes.
-    """
     name = getattr(node.target, "__name__", "")
     several = name.startswith(("_foreach_", "getitem"))  # the multi-tensor form of pointwise ones
-    return several or (is_pointwise(node) and len(shapes) == 1)
+    keeps_places = several or (is_pointwise(node) and len(shapes) == 1)
+    return len(reached[node]) == 1 and results <= shapes and keeps_places
 
 
 def _tensors(node: fx.Node) -> list[torch.Tensor]:
-    value: Any = node.meta["val"]
-    values = value if isinstance(value, (list, tuple)) else [value]
-    return [v for v in values if isinstance(v, torch.Tensor)]
+    return [*ir.tensors_of(node.meta["val"])]
 
 
 def check_state(members: Sequence[Member], optimizer: Optimizer) -> None:
@@ -85,11 +80,3 @@ def check_state(members: Sequence[Member], optimizer: Optimizer) -> None:
                     f"its parameters are sharded over processes, and its state {key!r} is not "
                     "sharded like them"
                 )
-
-
-def _refuse(node: fx.Node) -> NoReturn:
-    name = str(node.target).removeprefix("aten.").split(".")[0]
-    raise CannotRewrite(
-        f"its parameters are sharded over processes, and its operator {name} is not elementwise, "
-        "so that a process can't do it on its shards"
-    )

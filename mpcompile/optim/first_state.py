@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from ..ranks.shards import is_sharded
 from ..torch_inside.optimizers import init_group
-from .masters import in_fp32, make_masters
+from .masters import in_fp32, make_masters, zeros_like
 from .members import Member, parameters_of
 
 
@@ -88,14 +87,8 @@ def gradients_stand_by(
     """
     taking_part = set(map(id, params))
     return with_gradients(
-        everyone, [_zeros_like(p) if id(p) in taking_part else None for p in everyone]
+        everyone, [zeros_like(p, p.dtype) if id(p) in taking_part else None for p in everyone]
     )
-
-
-def _zeros_like(param: torch.Tensor) -> torch.Tensor:
-    if is_sharded(param):
-        return torch.zeros_like(param, requires_grad=False)
-    return param.new_zeros((), requires_grad=False).expand(param.shape)
 
 
 def move_scalar_state(optimizer: Optimizer) -> None:

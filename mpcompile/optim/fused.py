@@ -13,11 +13,10 @@ from typing import Any
 import torch
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
+from .. import ir
 from .key import StepKey
 from .members import Member
 from .trace_context import raw_step
-
-__all__ = ["fits", "fused_step", "settings_of"]
 
 _CLASSES = (Adagrad, Adam, AdamW, SGD)
 
@@ -60,11 +59,10 @@ def _lies_alike(optimizer: Optimizer, member: Member, strides: tuple[int, ...]) 
         return False  # SGD's first step makes it, and a skipped one leaves it as it was allocated
     alike = [param, *(v for k, v in state.items() if k != "step" and isinstance(v, torch.Tensor))]
     counter = state.get("step")
-    dense: bool = torch.ops.aten.is_non_overlapping_and_dense.default(param)
     wide = [d for d, size in enumerate(param.shape) if size > 1]  # others' strides say nothing
     return (
         member.updated
-        and dense
+        and ir.is_dense(param)
         and all(t.dtype is torch.float32 and t.shape == param.shape for t in alike)
         and all(t.stride(d) == strides[d] for t in alike for d in wide)
         and (counter is None or counter.dtype is torch.float32)

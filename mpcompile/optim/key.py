@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -48,56 +49,28 @@ class StepKey:
         """The key of a step over these members, which have gradients or will be given those that
         are `arriving`; `own` scales parameters of no scaled model.
         """
-        scales: list[LossScale] = []
-        gradients: list[Gradient] = []
-        held: list[WorkingCopy | None] = []
-        facts: list[Any] = []
-        strides: list[tuple[int, ...]] = []
+        params = [member.param for member in members]
         others = (own,) if own is not None else ()
-        for i, member in enumerate(members):
-            param = member.param
-            copy = _copy_of(param)
-            known = parameters.scales_of(param) or others
-            stored = arriving[i] if arriving else _stored(param)
-            layout = layout_of(param) if connected and connected.countable else None
-            gradient = Gradient(
-                stored.dtype,
-                tuple(_index(scale, scales) for scale in known),
-                layout.replicas if layout is not None else 1,
-            )
-            gradients.append(gradient)
-            held.append(copy)
-            strides.append(stored.strides)
-            scaled = tuple(map(id, known))
-            how = (member.group, member.updated, stored.dtype, gradient.replicas, scaled)
-            facts.append((id(param), how, None if copy is None else id(copy), stored.strides))
-        return cls(
-            (tuple(facts), rules_of(scales), connected),
-            tuple(members),
-            tuple(scales),
-            tuple(gradients),
-            tuple(held),
-            tuple(strides),
-            connected,
+        known = [tuple(parameters.scales_of(p)) or others for p in params]
+        scales = tuple(dict.fromkeys(itertools.chain.from_iterable(known)))
+        stored = arriving or [*map(Stored.of, params)]
+        layouts = [layout_of(p) if connected and connected.countable else None for p in params]
+        gradients = tuple(
+            Gradient(how.dtype, tuple(map(scales.index, some)), layout.replicas if layout else 1)
+            for how, some, layout in zip(stored, known, layouts, strict=True)
         )
+        held = tuple(next(iter(copies.copies_of(p).values()), None) for p in params)
+        strides = tuple(how.strides for how in stored)
+        who = tuple((id(m.param), m.group, m.updated) for m in members)
+        scaled = tuple(tuple(map(id, some)) for some in known)
+        rules = tuple((id(scale), scale.rule) for scale in scales)
+        facts = (who, gradients, scaled, tuple(map(id, held)), strides, rules, connected)
+        return cls(facts, tuple(members), scales, gradients, held, strides, connected)
 
     @property
     def checked(self) -> bool:
         """Whether a gradient that is not finite skips the step."""
         return any(scale.active for scale in self.scales)
-
-
-def _index(scale: LossScale, scales: list[LossScale]) -> int:
-    """Which of the scales it is; it is added if it is none of them."""
-    for k, known in enumerate(scales):
-        if known is scale:
-            return k
-    scales.append(scale)
-    return len(scales) - 1
-
-
-def _copy_of(param: torch.Tensor) -> WorkingCopy | None:
-    return next(iter(copies.copies_of(param).values()), None)
 
 
 class Stored(NamedTuple):
@@ -106,14 +79,8 @@ class Stored(NamedTuple):
     dtype: torch.dtype
     strides: tuple[int, ...]
 
-
-def _stored(param: torch.Tensor) -> Stored:
-    """How the gradient of a parameter is stored."""
-    grad = param.grad
-    assert grad is not None
-    return Stored(grad.dtype, local(grad).stride())
-
-
-def rules_of(scales: Iterable[LossScale]) -> tuple[Any, ...]:
-    """The facts about these scales that a step is compiled for."""
-    return tuple((id(s), s.rule) for s in scales)
+    @classmethod
+    def of(cls, param: torch.Tensor) -> Stored:
+        """How the gradient of a parameter, which has one, is stored."""
+        grad = local(param.grad)  # type: ignore[arg-type]
+        return cls(grad.dtype, grad.stride())

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from torch import fx
@@ -21,8 +22,6 @@ from torch import fx
 from .. import ir
 from ..errors import CannotRewrite
 from ..ir.step_config import Slot
-
-__all__ = ["ParametersMix", "graph_of_one", "kinds_of"]
 
 _OWN = ("param", "grad", "state")
 
@@ -63,17 +62,13 @@ def kinds_of(graph: fx.Graph, count: int) -> list[int]:
 
 def graph_of_one(gm: fx.GraphModule, index: int) -> fx.GraphModule:
     """The step of one parameter, cut out of that of many; it is parameter 0 there."""
-    writes = [w for w in ir.writes(gm.graph) if ir.slot_of(w[1]).index == index]
-    wanted = ir.all_before([write for write, *_ in writes])
-    graph, env = fx.Graph(), dict[fx.Node, fx.Node]()
-    for node in gm.graph.nodes:
-        slot = ir.slot_of(node) if node.op == "placeholder" else None
-        own = slot is not None and slot.kind in _OWN and slot.index == index
-        if node in wanted or own:
-            env[node] = graph.node_copy(node, env.__getitem__)
-            env[node].meta = dict(node.meta)
-        if own and slot is not None:
-            ir.set_slot(env[node], Slot(slot.kind, 0, slot.key))
+    slots = {node: slot for slot, node in ir.slots(gm.graph).items()}
+    own = {n: s for n, s in slots.items() if s.kind in _OWN and s.index == index}
+    wanted = ir.all_before(write for write, target, _ in ir.writes(gm.graph) if target in own)
+    taken = {n: replace(s, index=0) if n in own else s for n, s in slots.items()
+             if n in own or n in wanted}  # fmt: skip
+    calls = [n for n in gm.graph.nodes if n.op == "call_function" and n in wanted]
+    graph, _ = ir.part(calls, taken)
     graph.output(())
     return fx.GraphModule(gm, graph)
 
@@ -87,15 +82,12 @@ def _written(graph: fx.Graph) -> Mapping[Slot, _Value]:
             own = slot.kind in _OWN
             name = (slot.kind, slot.key) if own else slot
             whose = frozenset((slot.index,)) if own else frozenset[int]()
-            known[node] = _Value(hash((name, _layout(node))), whose)
+            tensor = ir.tensor(node)
+            layout = None if tensor is None else (tensor.dtype, tensor.shape, tensor.stride())
+            known[node] = _Value(hash((name, layout)), whose)
         elif node.op == "call_function":
             known[node] = _computed(node, known)
     return {ir.slot_of(target): known[read] for _, target, read in ir.writes(graph)}
-
-
-def _layout(node: fx.Node) -> object:
-    value = ir.tensor(node)
-    return None if value is None else (value.dtype, tuple(value.shape), value.stride())
 
 
 def _computed(node: fx.Node, known: _Known) -> Any:

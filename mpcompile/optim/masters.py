@@ -22,8 +22,7 @@ import torch
 from torch.optim import Optimizer
 
 from ..ir.dtypes import HALF
-from ..ir.step_config import CopyLayout
-from ..ranks.shards import is_sharded, local
+from ..ranks.shards import is_sharded
 
 MASTER = "master"
 
@@ -43,11 +42,6 @@ def entries_of(optimizer: Optimizer, param: torch.Tensor) -> Mapping[str, Any]:
     """The state of a parameter that the optimizer's own step knows: all but the master."""
     entries: Mapping[str, Any] = optimizer.state.get(param, {})
     return {k: v for k, v in entries.items() if k != MASTER} if MASTER in entries else entries
-
-
-def layout_of_copy(param: torch.Tensor) -> CopyLayout | None:
-    """How the parameter lies in memory if it is the copy of a master, else None."""
-    return CopyLayout(param.dtype, local(param).stride(), leads=True) if is_low(param) else None
 
 
 def make_masters(optimizer: Optimizer, params: Iterable[torch.Tensor]) -> None:
@@ -83,7 +77,7 @@ def in_fp32(optimizer: Optimizer) -> Iterator[dict[torch.Tensor, torch.Tensor]]:
     low = [p for group in optimizer.param_groups for p in group["params"] if is_low(p)]
     before = {p: optimizer.state.pop(p) for p in low if p in optimizer.state}
     masters = {p: entries.pop(MASTER) for p, entries in before.items() if MASTER in entries}
-    wide = {p: masters[p] if p in masters else _zeros(p) for p in low}
+    wide = {p: masters[p] if p in masters else zeros_like(p, torch.float32) for p in low}
     optimizer.state.update({wide[p]: entries for p, entries in before.items()})
     _replace(optimizer, wide)
     try:
@@ -103,8 +97,8 @@ def _replace(optimizer: Optimizer, by: Mapping[torch.Tensor, torch.Tensor]) -> N
         group["params"][:] = [by.get(p, p) for p in group["params"]]
 
 
-def _zeros(param: torch.Tensor) -> torch.Tensor:
+def zeros_like(param: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Zeros in the shape of a parameter; where that is whole, they take no memory."""
     if is_sharded(param):
-        return torch.zeros_like(param, dtype=torch.float32, requires_grad=False)
-    zero = torch.zeros((), dtype=torch.float32, device=param.device)
-    return zero.expand(param.shape)
+        return torch.zeros_like(param, dtype=dtype, requires_grad=False)
+    return param.new_zeros((), dtype=dtype, requires_grad=False).expand(param.shape)

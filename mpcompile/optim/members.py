@@ -14,7 +14,7 @@ from ..errors import MPCompileError
 from ..ir.fakes import like
 from ..ir.step_config import Slot
 from ..ranks.shards import local, place_gradient
-from ..ranks.zero import is_zero, partition_of
+from ..ranks.zero import partition_of
 from ..torch_inside.names import ConstantSource, FakeTensorMode
 from .masters import entries_of, updated_by
 
@@ -51,7 +51,7 @@ def members_of(optimizer: Optimizer, *, sharded: bool) -> list[Member]:
     Raises:
         MPCompileError: a gradient is sparse, or lies on other ranks than its parameter.
     """
-    own = _own(optimizer)
+    own = set(map(id, parameters_of(partition_of(optimizer))))  # of ZeRO, those of this rank
     members: list[Member] = []
     for index, group in enumerate(optimizer.param_groups):
         for param in group["params"]:
@@ -66,15 +66,8 @@ def members_of(optimizer: Optimizer, *, sharded: bool) -> list[Member]:
                     f"MPOptimizer: a gradient of shape {tuple(param.shape)} is sparse; make it "
                     "dense (nn.Embedding(sparse=False)), or use the plain torch.optim optimizer"
                 )
-            members.append(Member(index, param, own is None or id(param) in own))
+            members.append(Member(index, param, id(param) in own))
     return members
-
-
-def _own(optimizer: Optimizer) -> set[int] | None:
-    """The parameters (by `id`) that this process updates; None: all."""
-    if not is_zero(optimizer):
-        return None
-    return set(map(id, parameters_of(partition_of(optimizer))))
 
 
 class Inputs:
@@ -85,8 +78,8 @@ class Inputs:
         strides: those of the gradients.
 
     Attributes:
-        slots: the slot of each input.
-        values: the value of each input: a FakeTensor or, for a float of a setting, a symbol.
+        values: by slot, the value of each input: a FakeTensor or, for a float of a setting, a
+            symbol.
         symbols: the slot of each symbolic number -> its symbol.
         shape_env: collects the assumptions about the symbols.
     """
@@ -98,8 +91,7 @@ class Inputs:
         varying: Iterable[Setting],
         strides: Sequence[Sequence[int]],
     ) -> None:
-        self.slots: list[Slot] = []
-        self.values: list[Any] = []
+        self.values: dict[Slot, Any] = {}
         self.symbols: dict[Slot, sympy.Symbol] = {}
         self.shape_env = ShapeEnv()
         groups = optimizer.param_groups
@@ -111,34 +103,30 @@ class Inputs:
             for index in sorted({m.group for m in members if m.updated}):
                 if has_lr(groups[index]):
                     lr = torch.zeros((), dtype=torch.float64, device=members[0].param.device)
-                    self._add(Slot("lr", index), lr)
+                    self.values[Slot("lr", index)] = lr
         for slot, number in setting_floats(groups, varying).items():
             self._add_number(slot, number)
-
-    def _add(self, slot: Slot, value: Any) -> None:
-        self.slots.append(slot)
-        self.values.append(value)
 
     def _add_member(
         self, i: int, member: Member, strides: Sequence[int], optimizer: Optimizer
     ) -> None:
         held = local(updated_by(optimizer, member.param) if member.updated else member.param)
         if member.updated:
-            self._add(Slot("param", i), like(held))
+            self.values[Slot("param", i)] = like(held)
         # The gradient as the optimizer will see it: in the dtype that is updated, with its own
         # strides.
-        self._add(Slot("grad", i), like(held, strides=strides))
+        self.values[Slot("grad", i)] = like(held, strides=strides)
         for key, value in entries_of(optimizer, member.param).items():
             if member.updated and isinstance(value, torch.Tensor):
-                self._add(Slot("state", i, str(key)), like(local(value)))
+                self.values[Slot("state", i, str(key))] = like(local(value))
 
     def _add_number(self, slot: Slot, number: float) -> None:
         source = ConstantSource(str(slot))
-        symbol = self.shape_env.create_unspecified_symbol(
+        symbol = self.symbols[slot] = self.shape_env.create_unspecified_symbol(
             number, source=source, dynamic_dim=DimDynamic.DYNAMIC
         )
-        self.symbols[slot] = symbol
-        self._add(slot, self.shape_env.create_symfloatnode(symbol, hint=number, source=source))
+        made = self.shape_env.create_symfloatnode(symbol, hint=number, source=source)
+        self.values[slot] = made
 
 
 def has_lr(group: Mapping[str, Any]) -> bool:

@@ -21,15 +21,15 @@ from ..settings import OPTIONS
 from ..torch_inside.optimizers import note_step
 from .checks import check, check_arguments, check_group, check_ranks
 from .compiled import Emit
-from .compiled_steps import CompiledSteps, LastKey, log_by_operator
+from .compiled_steps import CompiledSteps, LastKey
 from .eager import eager_step, is_op_by_op
 from .first_state import initialise_state, move_scalar_state
 from .key import StepKey
 from .members import members_of, parameters_of
-from .reports import Notices, Results, held_by
+from .reports import Results, held_by
 from .rests_on import of_key
 from .saved import SavedScales, counters_on_host, load_checked, saved
-from .shadow import HOOKS, StateAppeared
+from .shadow import HOOKS
 from .step import CompiledStep
 from .trace_context import raw_step, untraced
 
@@ -115,7 +115,6 @@ class MPOptimizer(Optimizer):
         self.left: str | None = None
         self._results = Results()
         self._steps = CompiledSteps(self._max_grad_norm, self._results, self._emit, self._dump)
-        self._notices = Notices()
         parameters.own(parameters_of(self._inner), self, self._given_scale)
 
     # -- the optimizer underneath ------------------------------------------------------------------
@@ -200,8 +199,8 @@ class MPOptimizer(Optimizer):
             else:
                 known.step = step
                 step.run(self._part)
-                self._notices.follow(known.key.scales)
-        self._notices.look()
+                for scale in known.key.scales:
+                    scale.stepped()
 
     def _by_operator(self, known: LastKey) -> None:
         initialise_state(self._part, known.key.members)
@@ -253,12 +252,7 @@ class MPOptimizer(Optimizer):
         step = known.step or self._steps.find(key)
         if step is not None and step.rests_on.holds(part):
             return step
-        try:
-            return self._steps.compiled(key, step, part)
-        except StateAppeared:
-            # The first step makes the state: run it op by op, and trace the next one.
-            log_by_operator(part, key)
-            return None
+        return self._steps.compiled(key, step, part)
 
     @property
     def compilations(self) -> int:
@@ -360,7 +354,7 @@ class MPOptimizer(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         # A scheduler sets a `step` on its optimizer; torch's own pickles leave that out, too.
-        passing = ("_steps", "_last", "_results", "_notices", "step")
+        passing = ("_steps", "_last", "_results", "step")
         hooks = dict.fromkeys(HOOKS)
         return {k: v for k, v in self.__dict__.items() if k not in (*passing, *hooks)}
 

@@ -4,7 +4,7 @@ and the memory that it holds.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -12,7 +12,6 @@ from torch.optim import Optimizer
 
 from ..ir.step_config import Slot
 from ..scaling.copies import copies_of
-from ..scaling.loss_scale import LossScale
 from .masters import MASTER, is_low
 from .members import parameters_of
 
@@ -44,22 +43,6 @@ class Results:
         if name not in self._tensors:
             self._tensors[name] = torch.zeros((), dtype=_DTYPES[name], device=device)
         return self._tensors[name]
-
-
-class Notices:
-    """Tells loss scales of each generated step, once it has run."""
-
-    def __init__(self) -> None:
-        self._scales: tuple[LossScale, ...] = ()
-
-    def follow(self, scales: Iterable[LossScale]) -> None:
-        """A generated step has run over the gradients of these scales."""
-        self._scales = tuple(scales)
-
-    def look(self) -> None:
-        for scale in self._scales:
-            scale.stepped()
-        self._scales = ()
 
 
 def held_by(

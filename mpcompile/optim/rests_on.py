@@ -22,6 +22,7 @@ from ..scaling import parameters
 from ..scaling.loss_scale import LossScale
 from .fingerprint import DTYPE_AND_LAYOUT, SHAPE, STRIDE, Alike, Fact, Fingerprint, same
 from .held_settings import HeldSettings
+from .key import Stored
 from .members import Member, members_of, parameters_of
 from .shadow import own_values
 from .trace import Trace
@@ -49,11 +50,8 @@ def of_key(optimizer: Optimizer, scales: Sequence[LossScale], *, sharded: bool) 
 
 def _gradients(optimizer: Optimizer, *, sharded: bool) -> list[object]:
     """The parameters that have a gradient, and how it is stored."""
-    found: list[object] = []
-    for member in members_of(optimizer, sharded=sharded):
-        grad = local(member.param.grad)  # type: ignore[arg-type]  # members have gradients
-        found.append((member.group, id(member.param), member.updated, grad.dtype, grad.stride()))
-    return found
+    members = members_of(optimizer, sharded=sharded)
+    return [(m.group, id(m.param), m.updated, Stored.of(m.param)) for m in members]
 
 
 class Gradients(Fact):

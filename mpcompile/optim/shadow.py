@@ -116,23 +116,17 @@ class Shadow:
         def taken(key: str, value: Any) -> Any:  # the input of the graph, if there is one
             if is_list(value):
                 return type(value)(taken(f"{key}.{i}", v) for i, v in enumerate(value))
-            return inputs.get(Slot("setting", index, key), value)
+            slot = Slot("lr", index) if key == "lr" else Slot("setting", index, key)
+            return inputs.get(slot, value)
 
-        changed = {
-            key: taken(key, value) for key, value in _fresh(group).items() if key != "params"
+        adam = isinstance(self.optimizer, _BETTER_NOT_CAPTURABLE)
+        chosen = {
+            "params": params,
+            "foreach": self.foreach,
+            "fused": False,
+            "capturable": self.foreach or not adam,
         }
-        changed["params"] = params
-        if Slot("lr", index) in inputs:
-            changed["lr"] = inputs[Slot("lr", index)]
-        if "foreach" in group:
-            changed["foreach"] = self.foreach
-        if "fused" in group:
-            changed["fused"] = False
-        if "capturable" in group:
-            changed["capturable"] = self.foreach or not isinstance(
-                self.optimizer, _BETTER_NOT_CAPTURABLE
-            )
-        return changed
+        return {k: chosen[k] if k in chosen else taken(k, _fresh(v)) for k, v in group.items()}
 
     def _working(self, tensors: dict[Slot, torch.Tensor], index: int, key: str, value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
@@ -216,10 +210,9 @@ def _names_one(value: Any, ids: Collection[int]) -> bool:
     """
     if isinstance(value, torch.Tensor):
         return id(value) in ids
-    if isinstance(value, Mapping):
-        return any(_names_one(v, ids) for item in value.items() for v in item)
     if isinstance(value, Collection) and not isinstance(value, (str, bytes)):
-        return any(_names_one(v, ids) for v in value)
+        parts = value.items() if isinstance(value, Mapping) else value
+        return any(_names_one(part, ids) for part in parts)
     return type(value) is int and value in ids
 
 

@@ -40,7 +40,7 @@ class CompiledStep:
         together = any(_is_together(graph, traced.held) for graph in traced.updates)
         shapes = [local(member.param).shape for member in self.key.members]
         self._decision = Decision(
-            traced.config, traced.held, emit, dump, shapes=shapes, listed=together
+            traced.config, traced.held, traced.fresh(), emit, dump, shapes=shapes, listed=together
         )
         self._calls: list[_Call] = traced.lending(
             lambda: _Calls(
@@ -96,19 +96,26 @@ class _Bound:
     Args:
         slots: its inputs, among those of the step.
         held: the tensors that are the same in every step.
+        numbers: those that another program leaves for this one; they are held, too.
     """
 
     def __init__(
-        self, program: Program, slots: Sequence[Slot], held: Mapping[Slot, torch.Tensor]
+        self,
+        program: Program,
+        slots: Sequence[Slot],
+        held: Mapping[Slot, torch.Tensor],
+        numbers: Mapping[Slot, torch.Tensor] = {},
     ) -> None:
         self._run = program.run
         self._arguments: list[Any] = []
         self._gradients: list[tuple[int, int, bool]] = []
         for i, (slot, flat) in enumerate(zip(slots, program.flat, strict=False)):
-            tensor = None if slot.kind == "grad" else held[slot].detach()
-            if tensor is None:
+            if slot.kind == "grad":
                 self._gradients.append((i, slot.index, flat))
-            self._arguments.append(_flattened(tensor) if flat and tensor is not None else tensor)
+                self._arguments.append(None)
+                continue
+            tensor = (numbers if slot in numbers else held)[slot].detach()
+            self._arguments.append(_flattened(tensor) if flat else tensor)
 
     def __call__(
         self, gradients: Sequence[torch.Tensor], numbers: Sequence[torch.Tensor] = ()
@@ -172,23 +179,13 @@ def _calls_of(updates: UpdateGraph, held: Mapping[Slot, torch.Tensor], emit: Emi
         calls, kept = _numbers(cut.numbers, updates, held, emit)
     program = Program.of(cut.rest if cut is not None else updates.graph, emit)
     slots = [[in_call(slot, call) for slot in program.slots] for call in updates.calls]
-    return [*calls, *(_bound(program, s, held, k) for s, k in zip(slots, kept, strict=True))]
+    return [*calls, *(_Bound(program, s, held, k) for s, k in zip(slots, kept, strict=True))]
 
 
 def _is_together(updates: UpdateGraph, held: Mapping[Slot, torch.Tensor]) -> bool:
     """Whether one graph updates all, where a launch costs more than a small update."""
     device = next(iter(held.values())).device
     return len(updates.calls) == 1 and capabilities(device).multi_tensor
-
-
-def _bound(
-    program: Program,
-    slots: Sequence[Slot],
-    held: Mapping[Slot, torch.Tensor],
-    numbers: Mapping[Slot, torch.Tensor],
-) -> _Bound:
-    both = {slot: tensors[slot] for tensors in (held, numbers) for slot in slots if slot in tensors}
-    return _Bound(program, slots, both)
 
 
 def _numbers(
@@ -204,7 +201,7 @@ def _numbers(
     size = (len(slots),) if differ else ()
     memory = {s: torch.empty(size, dtype=places[s].dtype, device=device) for s in made}
     if not differ:  # a learning rate, say
-        return [_bound(Program.of(gm, emit), slots[0], held, memory)], [memory] * len(slots)
+        return [_Bound(Program.of(gm, emit), slots[0], held, memory)], [memory] * len(slots)
     each = zip(*(vector.unbind() for vector in memory.values()), strict=True)
     kept = [dict(zip(made, own, strict=True)) for own in each]
     vectors = [i for i, slot in enumerate(places) if i in differ or slot in memory]
@@ -217,7 +214,7 @@ def _numbers(
         return [_AtOnce(Program.of(gm, emit, vectors), arguments)], kept
     program = Program.of(gm, emit)
     calls = zip(slots, kept, strict=True)
-    return [_bound(program, own, held, numbers) for own, numbers in calls], kept
+    return [_Bound(program, own, held, numbers) for own, numbers in calls], kept
 
 
 def _flattened(tensor: torch.Tensor) -> torch.Tensor:

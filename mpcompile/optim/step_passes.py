@@ -11,10 +11,9 @@ from torch import fx
 
 from .. import logs
 from ..ir.step_config import StepConfig
-from ..passes.step.clip_gradients import clip_gradients
 from ..passes.step.lift_numbers import lift_numbers
 from ..passes.step.predicate_writes import predicate_writes
-from ..passes.step.widen_gradients import widen_gradients
+from ..passes.step.take_gradients import take_gradients
 from ..passes.step.write_copies import write_copies
 from ..plans.compile_log import Dump, trace_step
 
@@ -22,8 +21,7 @@ StepPass = Callable[[fx.GraphModule, StepConfig], bool]
 
 STEP_PASSES: tuple[StepPass, ...] = (
     lift_numbers,  # first: it changes the traced step only
-    clip_gradients,  # as the optimizer sees them
-    widen_gradients,  # as they are stored
+    take_gradients,  # from here on they are as they are stored
     predicate_writes,  # before the copies, which copy the kept values
     write_copies,
 )

@@ -103,12 +103,12 @@ def trace(
     shadow = Shadow(optimizer, members, foreach=foreach)
 
     def step(*values: Any) -> tuple[()]:
-        shadow.run(dict(zip(inputs.slots, values, strict=True)))
+        shadow.run(dict(zip(inputs.values, values, strict=True)))
         return ()
 
     with tracing(type(optimizer)):
-        gm = _functional(step, inputs.values)
-    for node, slot in zip(gm.graph.find_nodes(op="placeholder"), inputs.slots, strict=True):
+        gm = _functional(step, [*inputs.values.values()])
+    for node, slot in zip(gm.graph.find_nodes(op="placeholder"), inputs.values, strict=True):
         ir.set_slot(node, slot)
     if owned := gm.graph.find_nodes(op="get_attr"):
         raise CannotRewrite(f"it uses a tensor of its own ({owned[0].target})")

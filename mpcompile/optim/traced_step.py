@@ -26,7 +26,6 @@ from .fused import settings_of
 from .held_settings import HeldSettings
 from .key import StepKey
 from .masters import entries_of, is_low, updated_by
-from .members import Setting
 from .reports import Results
 from .rests_on import OfStep
 from .updates import UpdateGraph, Updates
@@ -57,7 +56,6 @@ class TracedStep:
         config: StepConfig,
         updates: Updates | None,
         results: Results,
-        varying: frozenset[Setting] = frozenset(),
     ) -> None:
         self.key, self.config, self.device = key, config, key.members[0].param.device
         self.fused = updates is None
@@ -68,7 +66,7 @@ class TracedStep:
             self.rests_on = OfStep(optimizer, key.members, None, None, served)
         else:
             self.updates = updates.of(optimizer, key) or ()
-            self._settings = HeldSettings(optimizer, key.members, updates.traced, varying)
+            self._settings = HeldSettings(optimizer, key.members, updates.traced, updates.varying)
             self.rests_on = OfStep(optimizer, key.members, updates.traced, self._settings)
         factor = torch.ones((), dtype=config.norm_dtype, device=self.device)
         self.held = {
@@ -79,9 +77,9 @@ class TracedStep:
         }
         self._firsts = [torch.tensor(flag, device=self.device) for flag in (False, True)]
         self._no_overflows = torch.zeros((), dtype=torch.int64, device=self.device)
-        pairs = list(zip(key.members, key.copies, strict=True))
-        params = [member.param for member, _ in pairs if member.updated]
+        params = [member.param for member in key.members if member.updated]
         self._written = [*params, *map(local, filter(is_sharded, params))]
+        pairs = zip(key.members, key.copies, strict=True)
         self._copied = [(m.param, copy) for m, copy in pairs if copy is not None and m.updated]
 
     def _kept(self, optimizer: Optimizer) -> Mapping[Slot, torch.Tensor]:

@@ -25,7 +25,7 @@ from . import step_passes
 from .elementwise import check_state, refuse_mixing
 from .key import StepKey
 from .kinds import ParametersMix, graph_of_one, kinds_of
-from .masters import entries_of, layout_of_copy, updated_by
+from .masters import entries_of, is_low, updated_by
 from .members import Member, Setting
 from .rests_on import OfStep
 from .shadow import own_values
@@ -201,4 +201,10 @@ def config_of(key: StepKey, max_grad_norm: float | None) -> StepConfig:
 
 
 def copy_layout(member: Member, copy: WorkingCopy | None) -> CopyLayout | None:
-    return layout_of_copy(member.param) if copy is None else copy.layout
+    """How the low copy of a parameter's master lies in memory: its working copy, or the parameter
+    itself, if that is stored low; None: it has none.
+    """
+    if copy is not None:
+        return copy.layout
+    param = member.param
+    return CopyLayout(param.dtype, local(param).stride(), leads=True) if is_low(param) else None

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from .. import ir
 from ..compiler.plan_graph import Planned, plan_graph
 from ..compiler.training import Training, training_of
 from ..errors import CannotRewrite
@@ -31,7 +32,7 @@ from ..runtime.repair import repair
 from ..scaling import copies, guard
 from ..scaling.loss_scale import LossScale
 from ..settings import Settings
-from ..torch_inside.graphs import set_source, set_sources, source_of, sources_of
+from ..torch_inside.graphs import set_sources, sources_of
 from .parts import StepPart
 
 
@@ -172,21 +173,7 @@ def _reads(known: Training, planned: Planned, held: ExtraInputs) -> list[CopyInp
 
 def _outlined(part: StepPart, gm: fx.GraphModule) -> fx.GraphModule:
     """The nodes of a part as a graph of their own, in Dynamo's form."""
-    graph = fx.Graph()
-    new: dict[fx.Node, fx.Node] = {}
-    for node in part.inputs:
-        placeholder = new[node] = graph.placeholder(node.name)
-        placeholder.meta = dict(node.meta)
-        source = source_of(node) if node.op == "placeholder" else None
-        set_source(placeholder, source)
-
-    def of(node: fx.Node) -> fx.Node:
-        if node not in new:  # an attribute of the graph: a constant, a body
-            new[node] = graph.node_copy(node)
-        return new[node]
-
-    for node in part.nodes:
-        new[node] = graph.node_copy(node, of)
+    graph, new = ir.cut(part.nodes, part.inputs)
     graph.output(tuple(new[node] for node in part.outputs))
     outlined = fx.GraphModule(gm, graph)
     outlined.meta = dict(gm.meta)

@@ -32,7 +32,7 @@ from ..optim.kinds import ParametersMix
 from ..optim.masters import is_low
 from ..optim.members import Member, Setting, parameters_of
 from ..optim.optimizer import MPOptimizer
-from ..optim.reports import Notices, Results
+from ..optim.reports import Results
 from ..optim.step import CompiledStep
 from ..optim.traced_step import TracedStep
 from ..optim.updates import Updates, config_of
@@ -63,7 +63,6 @@ class _Parts:
     own: LossScale | None = None
     given: LossScale | None = None
     results: Results = field(default_factory=Results)
-    notices: Notices = field(default_factory=Notices)
     dump: Path | None = None
     is_connected: bool = False
 
@@ -74,7 +73,7 @@ class _Parts:
         o = optimizer
         scales = o._own_scale, o._given_scale
         shared = o._connected is not None
-        return cls(o.inner, o._max_grad_norm, *scales, o._results, o._notices, o._dump, shared)
+        return cls(o.inner, o._max_grad_norm, *scales, o._results, o._dump, shared)
 
 
 class Update:
@@ -126,9 +125,8 @@ class Update:
         with gradients_stand_by(self._everyone, params):
             initialise_state(parts.optimizer, key.members)
             updates, late = self._traced(varying, late)
-            traced = self._step = TracedStep(
-                parts.optimizer, key, self._config, updates, parts.results, varying
-            )
+            traced = TracedStep(parts.optimizer, key, self._config, updates, parts.results)
+        self._step = traced
         self.inner, self.constants = parts.optimizer, traced.rests_on.constants
         self.rounds = updates is not None and updates.rounds
         self.rests_on = Fingerprint(
@@ -288,10 +286,10 @@ class Update:
         note_step(self._parts.optimizer)  # schedulers ask
         note_step(self.optimizer)
         self._step.ran()
-        self._parts.notices.follow(self.scales)
-        self._parts.notices.look()
-        if not optimizer_state.state_of(self.optimizer).skips_by_itself:
-            for scale in self.scales:
+        skips_by_itself = optimizer_state.state_of(self.optimizer).skips_by_itself
+        for scale in self.scales:
+            scale.stepped()
+            if not skips_by_itself:
                 scale.overflows.looks.setdefault(self.optimizer, Count())
 
 

@@ -30,19 +30,15 @@ _INNER = "a gradient inside of the program: no loss scale keeps it in FP16's ran
 
 def classify(gm: fx.GraphModule, config: Config) -> bool:
     _find_mutable(gm.graph)
-    updates = nodes_of_updates(gm.graph)
+    updates, why = nodes_of_updates(gm.graph), "a parameter or its gradient is written from it"
+    update = Mark(Precision.KEEP, By.UPDATE, why, config.format)
     for node in gm.graph.nodes:
         if node.op in ("call_function", "call_method"):
-            ir.set_mark(node, _update(config) if node in updates else _decide(node, config))
+            ir.set_mark(node, update if node in updates else _decide(node, config))
         elif ir.is_low_input(node):
             reason = f"it is stored in {ir.SHORT[ir.stored(node).dtype]}"
             ir.set_mark(node, Mark(Precision.LOW, By.CAPTURED, reason, config.format))
     return False
-
-
-def _update(config: Config) -> Mark:
-    reason = "a parameter or its gradient is written from it"
-    return Mark(Precision.KEEP, By.UPDATE, reason, config.format)
 
 
 def _decide(node: fx.Node, config: Config) -> Mark:

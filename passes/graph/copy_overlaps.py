@@ -55,11 +55,9 @@ def _overlaps(value: torch.Tensor) -> bool:
 
 
 def _copy(graph: fx.Graph, node: fx.Node) -> fx.Node:
-    why = "its elements share memory, and their gradients would"
-    decision = ir.added(ir.Role.COPY, why)
+    why = ir.added(ir.Role.COPY, "its elements share memory, and their gradients would")
+    name = f"{node.name}_copy"
     with graph.inserting_before(graph.output_node()):
-        name = f"{node.name}_copy"
-        target = aten.contiguous.default
-        dense = ir.insert(graph, target, (node,), name=name, like=node, decision=decision)
+        dense = ir.insert(aten.contiguous.default, node, name=name, like=node, decision=why)
     dense.meta["mp_captured"] = ir.value(dense)
     return dense

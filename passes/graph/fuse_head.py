@@ -57,17 +57,17 @@ def fuse_head(gm: fx.GraphModule, config: Config) -> bool:
 
 def _head(loss: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
     """The linear that makes the logits, and the nodes between it and the loss, last first."""
-    if len(_shape(loss.args[0])) != 2:
+    node, between = ir.argument(loss, "self"), []
+    if len(ir.shape(node)) != 2:
         raise _Apart("its logits are not rows of classes, (N, V)")
-    node, between = _node(loss.args[0]), []
     while ir.rule(node).in_order or node.target is aten.to.dtype:
         between.append(node)
-        node = _node(node.args[0])
+        node = node.all_input_nodes[0]
     if node.target is not LINEAR:
         raise _Apart(f"its logits come from {ir.op_name(node).removeprefix('aten::')}")
-    classes = _shape(node.args[1])[0]
+    classes = ir.shape(ir.argument(node, "weight"))[0]
     for step in between:
-        last = _shape(step)[-1:]
+        last = ir.shape(step)[-1:]
         if not (isinstance(classes, int) and last == (classes,) and ir.was_f32(step)):
             raise _Apart(f"{step.name} moves the classes")
     return node, between
@@ -100,7 +100,9 @@ def _check_precision(linear: fx.Node, loss: fx.Node) -> None:
 
 
 def _check_arguments(linear: fx.Node, loss: fx.Node) -> None:
-    _, target, class_weight, _, _, smoothing = _arguments(loss)
+    target, class_weight, smoothing = (
+        ir.argument(loss, name) for name in ("target", "weight", "label_smoothing")
+    )
     indices = ir.captured(target)
     if indices is None or indices.dtype is not torch.int64 or indices.ndim != 1:
         raise _Apart("its targets are not int64 indices of classes")
@@ -108,51 +110,30 @@ def _check_arguments(linear: fx.Node, loss: fx.Node) -> None:
         raise _Apart("its class weights learn")
     if not isinstance(smoothing, (int, float)):
         raise _Apart("its label_smoothing is no constant")
-    if len(_shape(linear.args[1])) != 2:
+    if len(ir.shape(ir.argument(linear, "weight"))) != 2:
         raise _Apart(f"the weight of {linear.name} is no matrix")
 
 
 def _fuse(graph: fx.Graph, loss: fx.Node, linear: fx.Node, between: list[fx.Node]) -> None:
-    x, weight, bias = (*linear.args, None)[:3]
-    _, target, class_weight, reduction, ignore_index, smoothing = _arguments(loss)
+    x, weight, bias = (ir.argument(linear, name) for name in ("input", "weight", "bias"))
+    settings = [ir.argument(loss, declared.name) for declared in schema(LOSS).arguments[1:]]
     reason = f"{linear.name} and its loss in one: logits in FP32, some rows at a time, never stored"
     decision = Mark(Precision.LOW, ir.By.REWRITE, reason, ir.mark(linear).format)
 
     def call(name: str, target: OpOverload, *args: Any) -> fx.Node:
-        new = ir.insert(graph, target, args, name=name, like=loss, decision=decision)
+        new = ir.insert(target, *args, name=name, like=loss, decision=decision)
         new.meta["mp_captured"] = new.meta["val"]
         return new
 
     with graph.inserting_before(loss):
-        if len(_shape(x)) != 2:
-            x = call(f"{linear.name}_rows", aten.reshape.default, x, [-1, _shape(weight)[1]])
-        settings = (reduction, ignore_index, smoothing)
+        if len(ir.shape(x)) != 2:
+            x = call(f"{linear.name}_rows", aten.reshape.default, x, [-1, ir.shape(weight)[1]])
         operator = torch.ops.mpcompile.linear_cross_entropy.default
-        fused = call(
-            f"{linear.name}_loss", operator, x, weight, bias, target, class_weight, *settings
-        )
-    for entry in ("mp_captured", "tensor_meta"):
-        fused.meta[entry] = loss.meta.get(entry)
+        fused = call(f"{linear.name}_loss", operator, x, weight, bias, *settings)
+    ir.stands_for(fused, loss)
     loss.replace_all_uses_with(fused)
     for node in (loss, *between, linear):
         graph.erase_node(node)
-
-
-def _arguments(loss: fx.Node) -> list[Any]:
-    """Every argument in the schema's order, with defaults filled in."""
-    given = dict(ir.positions(loss))
-    return [given.get(i, a.default_value) for i, a in enumerate(schema(LOSS).arguments)]
-
-
-def _node(argument: Any) -> fx.Node:
-    assert isinstance(argument, fx.Node)
-    return argument
-
-
-def _shape(argument: Any) -> Any:
-    value = ir.captured(_node(argument))
-    assert value is not None
-    return value.shape
 
 
 def _say(loss: fx.Node, why: str) -> None:

@@ -40,6 +40,5 @@ def _gather(hook: fx.Node) -> bool:
         )
     ir.after(value).prepend(body)
     body.append(hook)
-    for user in readers:
-        user.replace_input_with(value, hook)
+    value.replace_all_uses_with(hook, readers.__contains__)
     return True

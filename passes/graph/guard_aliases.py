@@ -41,17 +41,12 @@ def guard_aliases(gm: fx.GraphModule, config: Config) -> bool:
         memory = ir.storage(result)
         if memory is not None and len(sharing[memory]) > 1:
             _pin(result, f"{result.name} is returned, and so is something else in its memory")
-        elif _is_tracked_view(result):
+        elif not ir.grad_enabled(result) and ir.requires_grad(result):  # as only views are
             _pin(result, f"{result.name} is a view made under no_grad of what autograd tracks")
     for node in gm.graph.nodes:
         if ir.rule(node).by_strides:
             _pin(node, f"{node.name} reads it by its places in memory")
     return False
-
-
-def _is_tracked_view(node: fx.Node) -> bool:
-    """Whether it was made under no_grad and is tracked all the same, as only views are."""
-    return not ir.grad_enabled(node) and ir.requires_grad(node)
 
 
 def _pin(view: fx.Node, reason: str) -> None:

@@ -27,6 +27,7 @@ The user's policy is never overruled.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 
@@ -77,10 +78,8 @@ def guard_constants(gm: fx.GraphModule, config: Config) -> bool:
 def _in_range(number: float, dtype: torch.dtype) -> bool:
     """Whether `dtype` holds a number's magnitude: zero, inf, nan, or a normal number."""
     info = torch.finfo(dtype)
-    magnitude = abs(number)
-    if magnitude == 0 or magnitude == float("inf") or number != number:
-        return True
-    return bool(info.smallest_normal <= magnitude <= info.max)
+    special = number == 0 or not math.isfinite(number)
+    return special or bool(info.smallest_normal <= abs(number) <= info.max)
 
 
 def _rounded(number: float, dtype: torch.dtype) -> float:
@@ -97,39 +96,29 @@ def _fits(number: float, dtype: torch.dtype) -> bool:
     return _in_range(number, dtype) and not _on_edge(number, dtype)
 
 
-def _whole_numbers_up_to(dtype: torch.dtype) -> int:
-    """Integers up to here are exact: 2048 in FP16, 256 in BF16."""
-    return int(2 / torch.finfo(dtype).eps)
-
-
 def _origin(
     node: fx.Node, gm: fx.GraphModule, config: Config, integers: Collection[fx.Node]
 ) -> Wide | None:
     """Why the node's value is wide by itself, or None."""
-    value = ir.captured(node)
-    if node.op == "placeholder":
-        if config.level is not Level.O2:
-            return None  # O1 computes with FP32 inputs in FP32, O3 has no rules
+    if node.op == "placeholder":  # O1 computes with FP32 inputs in FP32, O3 has no rules
         trained = ir.requires_grad(node) or ir.is_parameter(node)
-        if value is not None and value.dtype is torch.float32 and not trained:
-            return Wide("data of unknown range")
-        return None
+        is_data = config.level is Level.O2 and ir.was_f32(node) and not trained
+        return Wide("data of unknown range") if is_data else None
     if node.op == "get_attr":
         constant = ir.attribute(gm, node)
-        if isinstance(constant, torch.Tensor) and constant.is_floating_point():
-            return _constant(constant, config.low)
-        return None
+        floating = isinstance(constant, torch.Tensor) and constant.is_floating_point()
+        return _constant(constant, config.low) if floating else None
     if not ir.is_op(node):
         return None
-    rule = ir.rule(node)
+    value, rule = ir.captured(node), ir.rule(node)
     if rule.fill is not None:
         number = ir.argument(node, rule.fill)
         if isinstance(number, (int, float)) and not _fits(number, config.low):
             return Wide(f"constant {number:g}")
-    if rule.makes_positions and value is not None and value.is_floating_point():
+    floating = value is not None and value.is_floating_point()
+    if rule.makes_positions and floating:
         return _positions(node, config.low)
-    to_float = rule.converts and value is not None and value.is_floating_point()
-    if to_float and node.args[0] in integers:
+    if rule.converts and floating and node.args[0] in integers:
         return replace(_INTEGERS, exact=True)
     if rule.grows:
         return Wide(f"{ir.op_name(node).removeprefix('aten::')} can leave the low dtype's range")
@@ -180,7 +169,7 @@ def _computed_from_data(graph: fx.Graph) -> set[fx.Node]:
 
 
 def _positions(node: fx.Node, low: torch.dtype) -> Wide:
-    limit = _whole_numbers_up_to(low)
+    limit = int(2 / torch.finfo(low).eps)  # integers up to here are exact: 2048 in FP16
     bounds = () if ir.float_args(node) else node.args
     if any(not isinstance(a, (int, float)) or abs(a) > limit for a in bounds):
         return Wide("positions past the low dtype's last whole number", position=True, exact=True)
@@ -220,7 +209,8 @@ def _through(
     bound = _lost_bound(numbers, decision.low)
     number = bound or _lost_number(numbers, decision.low, beside_one=rule.adds)
     if number is not None:
-        _pin(node, f"{ir.SHORT[decision.low]} can't hold the constant {number:g}")
+        reason = f"{ir.SHORT[decision.low]} can't hold the constant {number:g}"
+        ir.remark(node, precision=Precision.FULL, by=ir.By.GUARD, reason=reason)
         if bound is not None:
             ir.pin_producers(node, f"{node.name} bounds it by {number:g}", products=False)
         return Wide(f"constant {number:g}")
@@ -229,7 +219,8 @@ def _through(
     if not operands:
         return None
     first = next((w for w in operands if w.exact), operands[0])
-    _pin(node, f"an input is wide: {first.why}")
+    reason = f"an input is wide: {first.why}"
+    ir.remark(node, precision=Precision.FULL, by=ir.By.GUARD, reason=reason)
     ends = rule.bounded or (decision.precision is Precision.LOW and not read_by_digit)
     return None if ends else first
 
@@ -246,10 +237,6 @@ def _operands(
     if ir.rule(node).promotes:
         found += [_INTEGERS for n in node.all_input_nodes if n in integers]
     return found
-
-
-def _pin(node: fx.Node, reason: str) -> None:
-    ir.remark(node, precision=Precision.FULL, by=ir.By.GUARD, reason=reason)
 
 
 def _lost_bound(numbers: list[float], low: torch.dtype) -> float | None:

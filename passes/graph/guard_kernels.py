@@ -32,13 +32,9 @@ def guard_kernels(gm: fx.GraphModule, config: Config) -> bool:
             continue
         low = ir.mark(node).low
         if capabilities(config.device).miscounts_shallow_volumes(low) and _is_shallow(node):
-            ir.remark(
-                node,
-                precision=Precision.FULL,
-                by=ir.By.KERNEL,
-                reason=f"torch {torch.__version__}: its {ir.SHORT[low]} kernel returns wrong weight"
-                " gradients where the kernel is larger than the volume without padding",
-            )
+            reason = f"torch {torch.__version__}: its {ir.SHORT[low]} kernel returns wrong weight"
+            reason += " gradients where the kernel is larger than the volume without padding"
+            ir.remark(node, precision=Precision.FULL, by=ir.By.KERNEL, reason=reason)
     return False
 
 

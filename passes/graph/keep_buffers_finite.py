@@ -23,18 +23,17 @@ write that autograd tracks.
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 
 import torch
 from torch import fx
-from torch.utils.checkpoint import CheckpointPolicy
 
 from mpcompile import ir
+from mpcompile.ir import aten
 from mpcompile.rules.policy import Config, Precision
 from mpcompile.torch_inside.graphs import schema
 from mpcompile.torch_inside.names import OpOverload
-
-aten = torch.ops.aten
 
 
 def keep_buffers_finite(gm: fx.GraphModule, config: Config) -> bool:
@@ -90,26 +89,15 @@ def _declares_writes(node: fx.Node) -> bool:
     """Whether its schema says that it writes: such a write has a history. (Running statistics are
     written without their schema's saying so.)
     """
-    if not isinstance(node.target, OpOverload):
-        return True
-    aliases = [argument.alias_info for argument in schema(node.target).arguments]
-    return any(alias is not None and alias.is_write for alias in aliases)
+    return not isinstance(node.target, OpOverload) or schema(node.target).is_mutable
 
 
 def _keep_finite(graph: fx.Graph, node: fx.Node) -> None:
     decision = ir.added(ir.Role.FINITE, "an overflow leaves the buffer as it was")
-
-    def insert(target: OpOverload, *args: fx.Node, name: str) -> fx.Node:
-        name = f"{node.name}_{name}"
-        return ir.insert(graph, target, args, name=name, like=node, decision=decision)
-
-    with graph.inserting_before(ir.after(node)):
-        own = insert(aten.clone.default, node, name="own")
-    own.meta["mp_captured"] = node.meta["mp_captured"]
-    # The backward must not compute it again: by then the input holds what was written.
-    own.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+    insert, name = functools.partial(ir.insert, like=node, decision=decision), node.name
+    own = ir.copy_to_write(node, node, decision)
     node.replace_all_uses_with(own, lambda user: user not in (own, graph.output_node()))
     with graph.inserting_before(graph.output_node()):
-        is_finite = insert(aten.isfinite.default, own, name="is_finite")
-        finite = insert(aten.where.self, is_finite, own, node, name="finite")
-        insert(aten.copy_.default, node, finite, name="back")
+        is_finite = insert(aten.isfinite.default, own, name=f"{name}_is_finite")
+        finite = insert(aten.where.self, is_finite, own, node, name=f"{name}_finite")
+        insert(aten.copy_.default, node, finite, name=f"{name}_back")

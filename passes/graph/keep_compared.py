@@ -33,16 +33,10 @@ from mpcompile.rules.policy import Config
 def keep_compared(gm: fx.GraphModule, config: Config) -> bool:
     values = {value: node for node, value in ir.compared(gm.graph)}
     for value, node in values.items():
-        why = f"{node.name} compares it with what was picked from it"
+        why = ir.added(ir.Role.KEPT, f"{node.name} compares it with what was picked from it")
+        keep, name = torch.ops.mpcompile.kept.default, f"{value.name}_kept"
         with gm.graph.inserting_before(ir.after(value)):
-            kept = ir.insert(
-                gm.graph,
-                torch.ops.mpcompile.kept.default,
-                (value,),
-                name=f"{value.name}_kept",
-                like=value,
-                decision=ir.added(ir.Role.KEPT, why),
-            )
+            kept = ir.insert(keep, value, name=name, like=value, decision=why)
         value.replace_all_uses_with(kept, functools.partial(operator.is_not, kept))
         ir.stands_for(kept, value)
     return bool(values)

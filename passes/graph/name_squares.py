@@ -8,13 +8,11 @@ leaves FP16's range from 256 on and reaches zero from 2**-12 down, so `square` i
 
 from __future__ import annotations
 
-import torch
 from torch import fx
 
 from mpcompile import ir
+from mpcompile.ir import aten
 from mpcompile.rules.policy import Config
-
-aten = torch.ops.aten
 
 
 def name_squares(gm: fx.GraphModule, config: Config) -> bool:

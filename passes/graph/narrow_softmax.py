@@ -49,18 +49,13 @@ def _is_rounded(node: fx.Node) -> bool:
 
 def _narrow(graph: fx.Graph, node: fx.Node) -> None:
     (cast,) = node.users
-    operand, dim = node.args[0], ir.argument(node, "dim")
     safe = node.target is aten._safe_softmax.default
+    softmax_low = torch.ops.mpcompile.softmax_low.default
+    args = (node.args[0], ir.argument(node, "dim"), ir.dtype(cast), safe)
     reason = f"{ir.mark(node).reason}; its backward reads the low result"
+    decision = ir.Mark(Precision.FULL, ir.By.REWRITE, reason, ir.mark(node).format)
     with graph.inserting_before(cast):
-        new = ir.insert(
-            graph,
-            torch.ops.mpcompile.softmax_low.default,
-            (operand, dim, ir.dtype(cast), safe),
-            name=f"{node.name}_low",
-            like=node,
-            decision=ir.Mark(Precision.FULL, ir.By.REWRITE, reason, ir.mark(node).format),
-        )
+        new = ir.insert(softmax_low, *args, name=f"{node.name}_low", like=node, decision=decision)
     cast.replace_all_uses_with(new)
     graph.erase_node(cast)
     graph.erase_node(node)

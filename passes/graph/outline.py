@@ -41,18 +41,10 @@ def outline(gm: fx.GraphModule, config: Config) -> bool:
 def _fold(gm: fx.GraphModule, path: tuple[ir.Region, ...], name: str) -> None:
     nodes = [n for n in gm.graph.nodes if ir.regions(n) == path]
     members = set(nodes)
-    body = fx.Graph()
-    env: dict[fx.Node, fx.Node] = {}
     outside = dict.fromkeys(n for m in nodes for n in m.all_input_nodes if n not in members)
+    # The body of a call is named inside, not passed in.
     operands = [n for n in outside if not _is_body(gm, n)]
-    for operand in operands:
-        env[operand] = body.placeholder(operand.name)
-        env[operand].meta = dict(operand.meta)
-    for other in outside:
-        if other not in env:  # the body of a call is named inside, not passed in
-            env[other] = body.node_copy(other)
-    for node in nodes:
-        env[node] = body.node_copy(node, env.__getitem__)
+    body, env = ir.cut(nodes, operands)
     results = [n for n in nodes if any(u not in members for u in n.users)]
     body.output(tuple(env[n] for n in results))
 

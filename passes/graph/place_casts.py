@@ -40,6 +40,8 @@ and a fully masked row NaN); a true `-inf` stays.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -47,11 +49,10 @@ from torch import fx
 from torch.fx.node import map_aggregate
 
 from mpcompile import ir, rules
-from mpcompile.ir import Mark, aten
+from mpcompile.ir import aten
 from mpcompile.padding.products import product
 from mpcompile.rules.formats import Format
 from mpcompile.rules.policy import Config, Precision
-from mpcompile.torch_inside.names import OpOverload
 
 
 def place_casts(gm: fx.GraphModule, config: Config) -> bool:
@@ -107,17 +108,11 @@ class _CastPlacer:
         """Hand the result on in its captured layout: the kernel for these dtypes has another."""
         users, captured = list(node.users), ir.captured(node)
         assert captured is not None
-        decision = replace(
-            ir.mark(node),
-            precision=Precision.KEEP,
-            by=ir.By.REWRITE,
-            reason="in the layout that it was captured in",
-            role=ir.Role.LAYOUT,
-        )
+        decision = ir.added(ir.Role.LAYOUT, "in the layout that it was captured in")
+        decision = replace(decision, format=ir.mark(node).format)
         with self.graph.inserting_before(ir.after(node)):
             laid = ir.dense_in_order(node, captured, f"{node.name}_dense", decision)
-        for user in users:
-            user.replace_input_with(node, laid)
+        node.replace_all_uses_with(laid, users.__contains__)
         ir.stands_for(laid, node)
         if node in self.changed:
             self.changed.add(laid)
@@ -153,32 +148,19 @@ class _CastPlacer:
             value = self._cast(value, ir.mark(value).low, user, masked=False)
         if ir.dtype(value) == dtype:
             return value
-        if ir.is_mutable(value):
-            return self._insert(value, dtype, user, before=user, masked=masked)
-        key = (value, dtype, masked)
-        if key not in self.casts:
-            before = user if _may_wait(value, user) else ir.after(value)
-            self.casts[key] = self._insert(value, dtype, user, before=before, masked=masked)
+        key, at_use = (value, dtype, masked), ir.is_mutable(value)
+        if at_use or key not in self.casts:
+            like = user if at_use else value
+            reader = "the caller" if user.op == "output" else user.name
+            decision = ir.added(ir.Role.CAST, f"{reader} reads {ir.SHORT[dtype]}")
+            call = functools.partial(ir.insert, like=like, decision=decision)
+            before = user if at_use or _may_wait(value, user) else ir.after(value)
+            with self.graph.inserting_before(before):
+                if masked:
+                    value = _clamped(value, dtype, call)
+                name = f"{value.name}_{ir.SHORT[dtype]}"
+                self.casts[key] = call(aten.to.dtype, value, dtype, name=name)
         return self.casts[key]
-
-    def _insert(
-        self, value: fx.Node, dtype: torch.dtype, user: fx.Node, *, before: fx.Node, masked: bool
-    ) -> fx.Node:
-        like = user if ir.is_mutable(value) else value
-        reader = "the caller" if user.op == "output" else user.name
-        reason = f"{reader} reads {ir.SHORT[dtype]}"
-        decision = ir.added(ir.Role.CAST, reason)
-        with self.graph.inserting_before(before):
-            if masked:
-                value = self._clamp(value, dtype, like, decision)
-            return ir.insert(
-                self.graph,
-                aten.to.dtype,
-                (value, dtype),
-                name=f"{value.name}_{ir.SHORT[dtype]}",
-                like=like,
-                decision=decision,
-            )
 
     def _rounded(self, value: fx.Node, format_: Format, user: fx.Node) -> fx.Node:
         """The operand of a product, rounded to the format's dtype for operands.
@@ -192,11 +174,8 @@ class _CastPlacer:
         if (key := (value, narrow, False)) in self.casts:
             return self.casts[key]
         decision = ir.added(ir.Role.CAST, f"{user.name} multiplies {ir.SHORT[narrow]}")
-
-        def call(target: OpOverload, *args: object) -> fx.Node:
-            name = f"{value.name}_rounded"
-            return ir.insert(self.graph, target, args, name=name, like=value, decision=decision)
-
+        name = f"{value.name}_rounded"
+        call = functools.partial(ir.insert, name=name, like=value, decision=decision)
         largest, smallest = torch.finfo(narrow).max, torch.finfo(format_.compute).smallest_normal
         with self.graph.inserting_before(ir.after(value)):
             size = call(aten.abs.default, call(aten.detach.default, value))
@@ -207,17 +186,13 @@ class _CastPlacer:
             self.casts[key] = call(aten.mul.Tensor, back, scale)
         return self.casts[key]
 
-    def _clamp(self, mask: fx.Node, dtype: torch.dtype, like: fx.Node, decision: Mark) -> fx.Node:
-        """`mask` with finite values in the low range; its lower half leaves room for a score."""
-        floor = torch.finfo(dtype).min / 2
 
-        def call(target: OpOverload, *args: object) -> fx.Node:
-            name = f"{mask.name}_clamped"
-            return ir.insert(self.graph, target, args, name=name, like=like, decision=decision)
-
-        minus_inf = call(aten.eq.Scalar, mask, float("-inf"))
-        clamped = call(aten.clamp_min.default, mask, floor)
-        return call(aten.masked_fill.Scalar, clamped, minus_inf, float("-inf"))
+def _clamped(mask: fx.Node, dtype: torch.dtype, insert: Callable[..., fx.Node]) -> fx.Node:
+    """`mask` with finite values in the low range; its lower half leaves room for a score."""
+    call = functools.partial(insert, name=f"{mask.name}_clamped")
+    minus_inf = call(aten.eq.Scalar, mask, float("-inf"))
+    clamped = call(aten.clamp_min.default, mask, torch.finfo(dtype).min / 2)
+    return call(aten.masked_fill.Scalar, clamped, minus_inf, float("-inf"))
 
 
 def _may_wait(value: fx.Node, user: fx.Node) -> bool:

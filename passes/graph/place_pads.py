@@ -155,7 +155,7 @@ class _PadPlacer:
         self, target: Any, args: tuple[Any, ...], name: str, like: fx.Node, why: str
     ) -> fx.Node:
         decision = ir.added(ir.Role.PAD, why)
-        return ir.insert(self.graph, target, args, name=name, like=like, decision=decision)
+        return ir.insert(target, *args, name=name, like=like, decision=decision)
 
 
 class _Sizes:
@@ -202,9 +202,7 @@ class _Sizes:
 
     def _insert(self, target: Any, args: tuple[Any, ...], like: fx.Node) -> fx.Node:
         with self.graph.inserting_before(self.first):
-            return ir.insert(
-                self.graph, target, args, name="size", like=like, decision=self.decision
-            )
+            return ir.insert(target, *args, name="size", like=like, decision=self.decision)
 
 
 def _resize_reshape(node: fx.Node, before: Sequence[Size], after: Sequence[Size]) -> None:

@@ -70,23 +70,24 @@ def _settle(objective: Objective, node: fx.Node, best: Mapping[Item, bool], *, l
 
 def _best(objective: Objective) -> dict[Item, bool]:
     """Which of the open items are LOW at the least total cost."""
-    number = {item: i for i, item in enumerate(objective.constraints.open)}
-    low = [sum(objective.terms[item].low.values()) for item in objective.constraints.open]
-    full = [sum(objective.terms[item].full.values()) for item in objective.constraints.open]
+    items, is_low = objective.constraints.open, objective.constraints.is_low
+    number = {item: i for i, item in enumerate(items)}
+    low = [sum(objective.terms[item].low.values()) for item in items]
+    full = [sum(objective.terms[item].full.values()) for item in items]
     pairs: dict[tuple[int, int], tuple[int, int]] = {}
     for (operand, reader), (operand_low, reader_low) in objective.pairs.items():
         a, b = number.get(operand), number.get(reader)
         if a is not None and b is not None:
             pairs[a, b] = operand_low, reader_low
-        elif a is not None:  # the reader's precision is known
-            (full if objective.constraints.is_low(reader) else low)[a] += (
-                reader_low if objective.constraints.is_low(reader) else operand_low
-            )
+        elif a is not None and is_low(reader):  # its precision is known
+            full[a] += reader_low
+        elif a is not None:
+            low[a] += operand_low
+        elif b is not None and is_low(operand):
+            full[b] += operand_low
         elif b is not None:
-            (full if objective.constraints.is_low(operand) else low)[b] += (
-                operand_low if objective.constraints.is_low(operand) else reader_low
-            )
-    return dict(zip(objective.constraints.open, minimum_cut(low, full, pairs), strict=True))
+            low[b] += reader_low
+    return dict(zip(items, minimum_cut(low, full, pairs), strict=True))
 
 
 def _store_low(objective: Objective, node: fx.Node) -> None:

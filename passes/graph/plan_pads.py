@@ -87,7 +87,7 @@ class _Aligner:
         padded: dict[str, Size] = {}
         obstacles = []
         for name in dims:
-            if (obstacle := _can_pad(node, found, name)) is not None:
+            if (obstacle := _can_pad(found, name)) is not None:
                 obstacles.append(f"{name}: {obstacle}")
                 continue
             label, size = _cheapest(found, name, multiple)
@@ -155,16 +155,16 @@ class _Aligner:
         product = decided.product
         operands = self._padded_operands(node, product, decided.padded)
         for label, size in decided.padded.items():
-            ready = {
-                path: self.lanes.get(operand, {})[dim]
+            lanes_of = {
+                path: self.lanes.get(operand, {}).get(dim)
                 for path, operand in operands.items()
                 for dim, own in enumerate(product.operands[path])
-                if own == label and dim in self.lanes.get(operand, {})
+                if own == label
             }
             ready = {
                 path: lanes
-                for path, lanes in ready.items()
-                if lanes.content is not None and ir.known_equal(lanes.padded, size)
+                for path, lanes in lanes_of.items()
+                if lanes and lanes.content is not None and ir.known_equal(lanes.padded, size)
             }
             if not all(lanes.content == 0 for lanes in ready.values()):
                 # A nonzero number in lanes may stay only if it meets zeros that are padded for this
@@ -203,24 +203,24 @@ class _Aligner:
 def _unaligned(
     product: Product, padded: Mapping[str, Size], wanted: tuple[str, ...], multiple: int
 ) -> tuple[str, ...]:
-    """The dims in `wanted` that are no multiples; of a row stride the innermost label counts."""
+    """The dims in `wanted` that are no multiples."""
     sizes = {**product.sizes, **padded}
-    found = []
-    for name in wanted:
-        labels = product.dims[name]
-        counts = labels if name in product.rows else labels[-1:]
-        if not ir.known_multiple(math.prod(sizes[label] for label in counts), multiple):
-            found.append(name)
-    return tuple(found)
+
+    def size(name: str) -> Size:
+        return math.prod(sizes[label] for label in _counting(product, name))
+
+    return tuple(name for name in wanted if not ir.known_multiple(size(name), multiple))
 
 
-def _can_pad(node: fx.Node, product: Product, name: str) -> str | None:
-    """Why a dim can't be padded, or None."""
+def _counting(product: Product, name: str) -> tuple[str, ...]:
+    """The labels of a dim that may align it: of a row stride the innermost one."""
     labels = product.dims[name]
-    for label in labels:
-        if label in product.fixed:
-            return product.fixed[label]
-    return None
+    return labels if name in product.rows else labels[-1:]
+
+
+def _can_pad(product: Product, name: str) -> str | None:
+    """Why a dim can't be padded, or None."""
+    return next((product.fixed[x] for x in product.dims[name] if x in product.fixed), None)
 
 
 def _elements(node: fx.Node, found: Product) -> int:
@@ -235,11 +235,9 @@ def _cheapest(product: Product, name: str, multiple: int) -> tuple[str, Size]:
 
     Of several labels that count rows (batch, tokens), the one that grows least is padded.
     """
-    labels = product.dims[name]
-    candidates = labels if name in product.rows else labels[-1:]
     choices = []
-    for label in candidates:
-        others = math.prod(product.sizes[x] for x in labels if x != label)
+    for label in _counting(product, name):
+        others = math.prod(product.sizes[x] for x in product.dims[name] if x != label)
         step = multiple
         if name in product.rows:
             while step > 1 and ir.known_multiple(others * (step // 2), multiple):
@@ -257,15 +255,15 @@ def _result_lanes(decided: Alignment) -> DimLanes:
     if product.result is None:
         return {}
     return {
-        dim: Lanes(product.sizes[label], decided.padded[label], _content(product, label))
+        # Zeros; unknown, if an operand without the label (a bias) is added to them.
+        dim: Lanes(
+            product.sizes[label],
+            decided.padded[label],
+            0.0 if all(label in product.operands[path] for path in product.added) else None,
+        )
         for dim, label in enumerate(product.result)
         if label is not None and label in decided.padded
     }
-
-
-def _content(product: Product, label: str) -> float | None:
-    """0 if the lanes hold zeros; None if an operand without the label (a bias) is added to them."""
-    return 0.0 if all(label in product.operands[path] for path in product.added) else None
 
 
 def _product_shapes(node: fx.Node, decided: Alignment) -> Padding:

@@ -56,12 +56,8 @@ def _read(
     with ir.fake_mode(graph):
         value = torch.empty_like(ir.value(like))
         if stored is not None and stored != tuple(value.shape):
-            value = torch.empty(
-                stored,
-                dtype=value.dtype,
-                device=value.device,
-                memory_format=suggest_memory_format(ir.value(node)),
-            )
+            order = suggest_memory_format(ir.value(node))
+            value = value.new_empty(stored).contiguous(memory_format=order)
     real = ir.value(node)
     if len(casts) == len(node.users):
         copy = node
@@ -90,14 +86,8 @@ def _real_part(graph: fx.Graph, copy: fx.Node, real: torch.Tensor, config: Confi
     part = copy
     for dim, (now, size) in enumerate(zip(ir.value(copy).shape, real.shape, strict=True)):
         if not ir.known_equal(now, size):
-            why = f"{now} -> {size}: the copy is stored padded"
+            cut = ir.added(ir.Role.PAD, f"{now} -> {size}: the copy is stored padded")
+            args, name = (part, dim, 0, size), f"{copy.name}_cut"
             with graph.inserting_before(ir.after(part)):
-                part = ir.insert(
-                    graph,
-                    aten.slice.Tensor,
-                    (part, dim, 0, size),
-                    name=f"{copy.name}_cut",
-                    like=copy,
-                    decision=ir.added(ir.Role.PAD, why),
-                )
+                part = ir.insert(aten.slice.Tensor, *args, name=name, like=copy, decision=cut)
     return part

@@ -19,17 +19,20 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import fx
-from torch.utils.checkpoint import CheckpointPolicy
 
 from mpcompile import ir, rules
 from mpcompile.errors import CannotRewrite
+from mpcompile.ir import aten
 from mpcompile.ir.inputs import FOUND, SCALE, GraphInputs
 from mpcompile.ir.units import History
 from mpcompile.rules.policy import Config
-from mpcompile.torch_inside.graphs import set_source
+
+_SCALE = torch.ops.mpcompile.scale_grad.default
+_UNSCALE = torch.ops.mpcompile.unscale_grad.default
 
 
 def scale_gradients(gm: fx.GraphModule, config: Config) -> bool:
@@ -49,7 +52,11 @@ def scale_gradients(gm: fx.GraphModule, config: Config) -> bool:
     # On the device of the parameters, wherever tensors lie while the graph is planned.
     beside = next(filter(ir.is_parameter, inputs), None)
     beside = beside or next(filter(ir.requires_grad, inputs))
-    scale, found = (_add_input(graph, name, ir.value(beside).device) for name in (SCALE, FOUND))
+    device = ir.value(beside).device
+    with ir.fake_mode(graph):
+        scale, found = (
+            ir.add_input(graph, name, torch.zeros((), device=device)) for name in (SCALE, FOUND)
+        )
     scaler = _Scaler(graph, scale, found, history, reached)
     for node in [n for n in graph.nodes if ir.backward_is_unknown(n)]:
         scaler.isolate(node)
@@ -68,28 +75,14 @@ def scale_gradients(gm: fx.GraphModule, config: Config) -> bool:
     return True
 
 
-def _add_input(graph: fx.Graph, name: str, device: torch.device) -> fx.Node:
-    last = [n for n in graph.nodes if n.op == "placeholder"][-1]
-    with graph.inserting_after(last):
-        node = graph.placeholder(name)
-    with ir.fake_mode(graph):
-        node.meta["val"] = torch.zeros((), device=device)
-    set_source(node, None)
-    return node
-
-
+@dataclass
 class _Scaler:
-    def __init__(
-        self,
-        graph: fx.Graph,
-        scale: fx.Node,
-        found: fx.Node,
-        history: History,
-        reached: Collection[fx.Node],
-    ) -> None:
-        self.graph, self.scale, self.found, self.history = graph, scale, found, history
-        self.reached = reached  # the inputs that a gradient may reach
-        self.owned: dict[fx.Node, fx.Node] = {}  # a written copy -> the input it replaces
+    graph: fx.Graph
+    scale: fx.Node
+    found: fx.Node
+    history: History
+    reached: Collection[fx.Node]  # the inputs that a gradient may reach
+    owned: dict[fx.Node, fx.Node] = field(default_factory=dict)  # a written copy -> the input
 
     def tracked(self, node: fx.Node, reader: fx.Node) -> bool:
         """Whether autograd tracks `node` when `reader` reads it."""
@@ -119,14 +112,23 @@ class _Scaler:
         """Raise if a value that `node` writes is read later other than through its results: only
         the results will have the history of the write.
         """
-        memory = ir.storage(written)
-        aliases = [n for n in self.graph.nodes if ir.storage(n) == memory]
+        aliases, _ = self._in_memory_of(written)
         following = set(itertools.takewhile(lambda n: n is not node, reversed(self.graph.nodes)))
         if any(n.op == "placeholder" or following & n.users.keys() for n in aliases):
             raise CannotRewrite(
                 f"{ir.op_name(node)} writes into {written.name}, which is read again after it, or "
                 "by the caller"
             )
+
+    def _in_memory_of(self, node: fx.Node) -> tuple[set[fx.Node], set[fx.Node]]:
+        """The values in the memory of this one; and those of them that are itself, as in-place
+        operators return it: `add_(x, 1)` returns x.
+        """
+        memory, itself = ir.storage(node), {node}
+        for other in self.graph.nodes:
+            if _given_back(other) in itself:
+                itself.add(other)
+        return {n for n in self.graph.nodes if ir.storage(n) == memory}, itself
 
     def own(self, node: fx.Node) -> None:
         """Let the graph write to a copy of an input, and write that copy back at the end.
@@ -137,15 +139,11 @@ class _Scaler:
         So the caller's tensor has a history whose gradient is unscaled at both ends.
         """
         output = self.graph.output_node()
-        memory = ir.storage(node)
-        aliases = {n for n in self.graph.nodes if ir.storage(n) == memory}
-        itself = {node}
-        for other in self.graph.nodes:  # `add_(x, 1)` returns x
-            if _given_back(other) in itself:
-                if ir.layout(other) != ir.layout(node):
-                    raise CannotRewrite(f"input {node.name} changes its shape in place")
-                itself.add(other)
-                output.replace_input_with(other, node)
+        aliases, itself = self._in_memory_of(node)
+        for other in itself:
+            if ir.layout(other) != ir.layout(node):
+                raise CannotRewrite(f"input {node.name} changes its shape in place")
+            output.replace_input_with(other, node)
         if any(n.op == "placeholder" for n in aliases - {node}):
             raise CannotRewrite(f"input {node.name} is written in place, and so is an alias of it")
         unseen = self.history.is_as_it_came(node)  # written through detach(), for example
@@ -158,21 +156,14 @@ class _Scaler:
         # A tensor without a gradient has nothing to unscale until something is written to it.
         source = self.unscale(node) if node in self.reached else node
         users = list(source.users)
-        aten = torch.ops.aten
         decision = ir.added(ir.Role.SCALE, "the caller's tensor is written last")
-        with self.graph.inserting_before(ir.after(source)):
-            target, name = aten.clone.default, f"{node.name}_own"
-            own = ir.insert(self.graph, target, (source,), name=name, like=node, decision=decision)
-        own.meta["mp_captured"] = node.meta["mp_captured"]
-        # The backward must not recompute the copy: by then the input holds the written values.
-        own.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+        own = ir.copy_to_write(node, source, decision)
         self.owned[own] = node
         for user in users:
             user.replace_input_with(source, node if user is output else own)
         with self.graph.inserting_before(output):
-            args = (node, self._scale(own, output))
-            target, name = aten.copy_.default, f"{node.name}_back"
-            ir.insert(self.graph, target, args, name=name, like=node, decision=decision)
+            args, name = (node, self._scale(own, output)), f"{node.name}_back"
+            ir.insert(aten.copy_.default, *args, name=name, like=node, decision=decision)
 
     def unscale_after_writes(self, node: fx.Node) -> bool:
         """Unscale an input after the last write to it, if autograd sees none of them, and nothing
@@ -180,24 +171,19 @@ class _Scaler:
         """
         if not self.history.is_as_it_came(node):
             return False
-        memory, nodes = ir.storage(node), list(self.graph.nodes)
-        aliases = {n for n in nodes if ir.storage(n) == memory}
-        itself = {node}
-        for other in nodes:  # what writers give back
-            if _given_back(other) in itself:
-                itself.add(other)
-        last = max(i for i, n in enumerate(nodes) if aliases.intersection(ir.written(n)))
-        seen = [
-            i for i, n in enumerate(nodes)
-            if aliases.intersection(n.all_input_nodes)
+        nodes = list(self.graph.nodes)
+        aliases, itself = self._in_memory_of(node)
+        *_, last = (n for n in nodes if aliases.intersection(ir.written(n)))
+        readers = [
+            n for n in nodes if aliases.intersection(n.all_input_nodes)
             and ir.grad_enabled(n) and self.history.made.get(n, False)
         ]  # fmt: skip
-        readers = [nodes[i] for i in seen]
+        before = not readers or nodes.index(readers[0]) <= nodes.index(last)
         reads_another = any(
             aliases.intersection(reader.all_input_nodes) - itself for reader in readers
         )
         others = any(n.op == "placeholder" for n in aliases - {node})
-        if min(seen, default=last) <= last or reads_another or others:
+        if before or reads_another or others:
             return False
         for reader in readers:
             for alias in itself:
@@ -211,16 +197,12 @@ class _Scaler:
         # The gradient of an input that is returned as it is never enters the graph.
         users = readers or [u for u in node.users if u.op != "output" or node.op != "placeholder"]
         decision = ir.added(ir.Role.SCALE, "the gradient leaves true to size")
-        with self.graph.inserting_before(
-            readers[0] if readers else self._first_reader(node, users)
-        ):
-            target = torch.ops.mpcompile.unscale_grad.default
-            args = (node, self.scale, self.found)
-            name = f"{node.name}_unscale"
-            new = ir.insert(self.graph, target, args, name=name, like=node, decision=decision)
+        before = readers[0] if readers else self._first_reader(node, users)
+        with self.graph.inserting_before(before):
+            args, name = (node, self.scale, self.found), f"{node.name}_unscale"
+            new = ir.insert(_UNSCALE, *args, name=name, like=node, decision=decision)
         new.meta["mp_captured"] = node.meta["mp_captured"]
-        for user in users:
-            user.replace_input_with(node, new)
+        node.replace_all_uses_with(new, users.__contains__)
         return new
 
     def _first_reader(self, node: fx.Node, users: Collection[fx.Node]) -> fx.Node:
@@ -298,9 +280,8 @@ class _Scaler:
             if not several:
                 return scaled
             # A copy, or autograd would take the results for views of a value inside the graph.
-            target, name = torch.ops.aten.clone.default, f"{node.name}_own"
-            decision = ir.mark(scaled)
-            own = ir.insert(self.graph, target, (scaled,), name=name, like=node, decision=decision)
+            name, decision = f"{node.name}_own", ir.mark(scaled)
+            own = ir.insert(aten.clone.default, scaled, name=name, like=node, decision=decision)
         if ir.value(own).stride() != ir.value(node).stride():
             raise CannotRewrite(f"results show {node.name}, whose elements don't lie side by side")
         return own
@@ -321,15 +302,8 @@ class _Scaler:
 
     def _scale(self, node: fx.Node, reader: fx.Node) -> fx.Node:
         decision = ir.added(ir.Role.SCALE, "the gradient enters scaled")
-        target = torch.ops.mpcompile.scale_grad.default
-        new = ir.insert(
-            self.graph,
-            target,
-            (node, self.scale),
-            name=f"{node.name}_scale",
-            like=node,
-            decision=decision,
-        )
+        args, name = (node, self.scale), f"{node.name}_scale"
+        new = ir.insert(_SCALE, *args, name=name, like=node, decision=decision)
         new.meta["mp_captured"] = node.meta.get("mp_captured")
         ir.set_regions((new,), ir.regions(reader))
         return new
@@ -345,4 +319,4 @@ def _given_back(node: fx.Node) -> fx.Node | None:
 
 
 def _is_unscale(node: fx.Node) -> bool:
-    return node.target is torch.ops.mpcompile.unscale_grad.default
+    return node.target is _UNSCALE

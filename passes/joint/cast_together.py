@@ -27,6 +27,7 @@ from torch import fx
 
 from mpcompile import ir
 from mpcompile.ir import aten
+from mpcompile.ir.dtypes import HALF
 from mpcompile.torch_inside.names import HigherOrderOperator
 
 CAST = torch.ops.prims.convert_element_type.default
@@ -57,8 +58,7 @@ def cast_together(graph: fx.Graph) -> bool:
     for dtype, casts in several.items():
         with graph.inserting_before(first):
             weights = [cast.all_input_nodes[0] for cast in casts]
-            made = graph.call_function(torch.ops.mpcompile.cast_all.default, (weights, dtype))
-            ir.refresh(made)
+            made = ir.new_call(graph, torch.ops.mpcompile.cast_all.default, weights, dtype)
             for i, cast in enumerate(casts):
                 one = graph.call_function(operator.getitem, (made, i))
                 one.meta = dict(cast.meta)
@@ -71,7 +71,7 @@ def cast_together(graph: fx.Graph) -> bool:
 def _is_taken(cast: fx.Node) -> bool:
     """Whether it is a cast of a weight that may be made at the beginning, and gains by it."""
     weight, low = cast.all_input_nodes[0], ir.tensor(cast)
-    if low is None or low.dtype not in (torch.float16, torch.bfloat16):
+    if low is None or low.dtype not in HALF:
         return False
     readers = list(_readers(cast))
     kept = len(readers) > 1

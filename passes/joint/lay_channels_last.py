@@ -28,14 +28,13 @@ Contract. An image whose sizes are no numbers is left as it is.
 
 from __future__ import annotations
 
+import functools
 import operator
 
-import torch
 from torch import fx
 
 from mpcompile import ir
 from mpcompile.ir import aten
-from mpcompile.torch_inside.names import OpOverload
 
 _LEAST = 16  # channels: as many FP32 numbers as a cache line, or a vector of AVX512, holds
 _POOLS_AND_JOINS = {
@@ -50,7 +49,8 @@ def lay_channels_last(graph: fx.Graph) -> bool:
         return False
     chosen = [node for node in _images(graph) if _is_stored(node)]
     for node in chosen:
-        _lay(node)
+        laid = ir.laid_channels_last(node)
+        node.replace_all_uses_with(laid, functools.partial(operator.is_not, laid))
     return bool(chosen)
 
 
@@ -72,9 +72,7 @@ def _images(graph: fx.Graph) -> list[fx.Node]:
 
 def _keeps_layout(node: fx.Node) -> bool:
     """Whether the result is memory of its own, channels-last if an operand is."""
-    if not isinstance(node.target, OpOverload):
-        return False
-    return torch.Tag.pointwise in node.target.tags or ir.op_name(node) in _POOLS_AND_JOINS
+    return ir.is_pointwise(node) or ir.op_name(node) in _POOLS_AND_JOINS
 
 
 def _is_stored(node: fx.Node) -> bool:
@@ -95,8 +93,3 @@ def _reads_memory(reader: fx.Node, node: fx.Node) -> bool:
     if reader.target is aten.convolution.default:
         return reader.args[0] is node
     return ir.op_name(reader) in _POOLS_AND_JOINS
-
-
-def _lay(node: fx.Node) -> None:
-    laid = ir.laid_channels_last(node)
-    node.replace_all_uses_with(laid, delete_user_cb=lambda user: user is not laid)

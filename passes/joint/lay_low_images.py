@@ -30,16 +30,15 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import fx
 
 from mpcompile import ir
 from mpcompile.ir import aten
+from mpcompile.ir.dtypes import HALF
 from mpcompile.torch_inside.graphs import schema
 from mpcompile.torch_inside.inductor import results_of_callers
 from mpcompile.torch_inside.names import OpOverload
 
-_LOW = (torch.float16, torch.bfloat16)
 # Of each operator: where among its arguments the images are, the weight last; and its groups.
 _CONVOLUTIONS: dict[Any, tuple[tuple[int, ...], int]] = {
     aten.convolution.default: ((0, 1), 8),
@@ -74,7 +73,7 @@ def _is_grouped(convolution: fx.Node) -> bool:
 
 def _is_low(convolution: fx.Node) -> bool:
     weight = ir.value(_images(convolution)[-1])
-    return weight.dtype in _LOW and weight.dim() == 4
+    return weight.dtype in HALF and weight.dim() == 4
 
 
 def _has_layout(image: fx.Node) -> bool:

@@ -212,16 +212,17 @@ def _together(
         else:
             rows.append(_in_rows(graph, gradient.bad))
     if rows:
-        bad = _call(graph, aten.cat.default, rows) if len(rows) > 1 else rows[0]
-        counts.append(_call(graph, CAST, _call(graph, aten.any.default, bad), torch.float32))
+        bad = ir.new_call(graph, aten.cat.default, rows) if len(rows) > 1 else rows[0]
+        some = ir.new_call(graph, aten.any.default, bad)
+        counts.append(ir.new_call(graph, CAST, some, torch.float32))
     else:  # memory of its own, in any case
         zero = {"dtype": torch.float32, "device": ir.value(inverse).device}
-        counts.append(_call(graph, aten.full.default, [], 0, **zero))
+        counts.append(ir.new_call(graph, aten.full.default, [], 0, **zero))
     found, *others = counts
     for other in others:
-        found = _call(graph, aten.add.Tensor, found, other)
+        found = ir.new_call(graph, aten.add.Tensor, found, other)
     if alone:  # it sets `found` and never clears it
-        _call(graph, torch.ops.mpcompile.unscale_all.default, alone, found, inverse)
+        ir.new_call(graph, torch.ops.mpcompile.unscale_all.default, alone, found, inverse)
     return found, renamed
 
 
@@ -231,8 +232,8 @@ def _in_rows(graph: fx.Graph, bad: fx.Node) -> fx.Node:
     kept = _dims_kept(shape)
     with graph.inserting_before(bad.next):  # Inductor fuses no nodes that stand far apart
         if kept < len(shape):
-            bad = _call(graph, aten.any.dims, bad, list(range(kept, len(shape))))
-        return _call(graph, aten.reshape.default, bad, [-1]) if kept != 1 else bad
+            bad = ir.new_call(graph, aten.any.dims, bad, list(range(kept, len(shape))))
+        return ir.new_call(graph, aten.reshape.default, bad, [-1]) if kept != 1 else bad
 
 
 def _dims_kept(shape: Sequence[int]) -> int:
@@ -255,7 +256,7 @@ def _is_alone(gradient: _Leaving) -> bool:
         not gradient.is_read
         and all(len(node.users) == 1 for node in further)
         and (made.target in _ALONE or _part_of_alone(made) or _adds_to_zeros(made))
-        and _is_dense(value)
+        and ir.is_dense(value)
         and value.stride() == ir.value(gradient.unscaled).stride()
     )
 
@@ -268,16 +269,6 @@ def _way_up(node: fx.Node) -> Iterator[fx.Node]:
         yield node
 
 
-def _is_dense(value: torch.Tensor) -> bool:
-    dims = sorted(zip(value.stride(), value.shape, strict=True))
-    expected = 1
-    for stride, size in dims:
-        if size != 1 and stride != expected:
-            return False
-        expected *= size
-    return True
-
-
 def _part_of_alone(node: fx.Node) -> bool:
     """Whether it is one of several results, each in memory of its own."""
     return node.target is operator.getitem and node.all_input_nodes[0].target in _ALONE
@@ -288,9 +279,3 @@ def _adds_to_zeros(node: fx.Node) -> bool:
         return False
     zeros = node.args[0]
     return isinstance(zeros, fx.Node) and zeros.target is aten.full.default
-
-
-def _call(graph: fx.Graph, target: OpOverload, *args: object, **kwargs: object) -> fx.Node:
-    node = graph.call_function(target, args, kwargs)  # type: ignore[arg-type]
-    ir.refresh(node)
-    return node

@@ -114,8 +114,7 @@ def _widen(graph: fx.Graph, upcast: fx.Node) -> bool:
         return False  # no GEMM or sum: it would only save roundings of additions
     for reader, node in entries:
         with graph.inserting_before(reader):
-            wide = graph.call_function(UPCAST, (node, torch.float32))
-        ir.refresh(wide)
+            wide = ir.new_call(graph, UPCAST, node, torch.float32)
         reader.replace_input_with(node, wide)
     for node in reversed(walked):
         if node.target in GEMMS:

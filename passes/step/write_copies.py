@@ -37,12 +37,10 @@ def write_copies(gm: fx.GraphModule, config: StepConfig) -> bool:
         with ir.fake_mode(graph):
             fake = like(ir.value(target), dtype=layout.dtype, strides=layout.strides)
         copy = ir.add_slot(graph, Slot("copy", slot.index), fake)
-        with graph.inserting_after(write):
-            last = ir.call(
-                graph, aten._to_copy.default, value, why="what O2 reads", dtype=layout.dtype
-            )
-        with graph.inserting_after(last):
-            ir.call(graph, aten.copy_.default, copy, last, why="the working copy")
+        with graph.inserting_before(write.next):
+            to, why = aten._to_copy.default, "what O2 reads"
+            low = ir.call(graph, to, value, why=why, dtype=layout.dtype)
+            ir.call(graph, aten.copy_.default, copy, low, why="the working copy")
         if layout.leads:
             _follow(graph, target, copy, keeps=write)
     return changed
@@ -57,7 +55,6 @@ def _follow(graph: fx.Graph, master: fx.Node, copy: fx.Node, *, keeps: fx.Node) 
         untouched = ir.call(graph, aten.eq.Tensor, rounded, copy, why=why)
         wide = ir.call(graph, aten._to_copy.default, copy, why=why, dtype=ir.dtype(master))
         now = ir.call(graph, aten.where.self, untouched, master, wide, why=why)
-    for reader in readers:
-        reader.replace_input_with(master, now)
+    master.replace_all_uses_with(now, readers.__contains__)
     if keeps.args[1] is master:
         keeps.args = (master, now)

@@ -167,7 +167,7 @@ def test_alone(transform: Transformed) -> None:
 @pytest.mark.slow("derivatives inside of graphs, in each place")
 @pytest.mark.parametrize("name", ["vmap", "jvp"])
 def test_under_inductor(name: str) -> None:
-    """Forward mode, too, whose zeros Inductor doesn't take (`passes/joint/fill_zeros.py`)."""
+    """Forward mode, too, whose zeros Inductor doesn't take (`passes/joint/lowered_faults.py`)."""
     compare_gradients(Alone(TRANSFORMS[name]), "O2", "inductor")
 
 

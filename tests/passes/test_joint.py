@@ -31,12 +31,14 @@ from mpcompile.lower.joint import (
     with_joint_passes,
 )
 from mpcompile.passes.joint.cast_together import cast_together
-from mpcompile.passes.joint.fill_zeros import fill_zeros
-from mpcompile.passes.joint.keep_sources import keep_sources
-from mpcompile.passes.joint.keep_written_inputs import keep_written_inputs
+from mpcompile.passes.joint.kept_for_backward import (
+    keep_sources,
+    keep_written_inputs,
+    store_masks_as_bytes,
+)
 from mpcompile.passes.joint.lay_channels_last import lay_channels_last
 from mpcompile.passes.joint.lay_low_images import lay_low_images
-from mpcompile.passes.joint.store_masks_as_bytes import store_masks_as_bytes
+from mpcompile.passes.joint.lowered_faults import fill_zeros
 from mpcompile.passes.joint.unscale_together import unscale_together
 from mpcompile.passes.joint.widen_weight_gradients import widen_weight_gradients
 from mpcompile.rules.policy import Level

@@ -26,7 +26,7 @@ def cast(stage: Stage, value: fx.Node, dtype: torch.dtype) -> fx.Node:
     decision = ir.added(ir.Role.CAST, "for the test")
     with stage.gm.graph.inserting_before(value.next):
         return ir.insert(
-            stage.gm.graph, aten.to.dtype, (value, dtype),
+            aten.to.dtype, value, dtype,
             name=f"{value.name}_{ir.SHORT[dtype]}", like=value, decision=decision,
         )  # fmt: skip
 

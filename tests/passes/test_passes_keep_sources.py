@@ -17,8 +17,7 @@ from mpcompile import MPCompileWarning, compiled_plans, ir, mpcompile
 from mpcompile.demo.train import bytes_saved_for_backward
 from mpcompile.ir import aten
 from mpcompile.lower import emitter
-from mpcompile.passes.joint.keep_sources import WEIGHT, keep_sources
-from mpcompile.passes.joint.keep_written_inputs import keep_written_inputs
+from mpcompile.passes.joint.kept_for_backward import WEIGHT, keep_sources, keep_written_inputs
 from mpcompile.torch_inside.inductor import UNCHECKED
 
 BF16 = torch.bfloat16

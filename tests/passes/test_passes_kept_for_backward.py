@@ -19,7 +19,7 @@ import mpcompile
 from mpcompile import MPCompileError
 from mpcompile.ir import aten
 from mpcompile.passes.graph.narrow_softmax import narrow_softmax
-from mpcompile.passes.joint.keep_written_inputs import keep_written_inputs
+from mpcompile.passes.joint.kept_for_backward import keep_written_inputs
 
 # -- narrow_softmax --------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ from mpcompile.capture.surroundings import around_now
 from mpcompile.devices.cpu import CPU
 from mpcompile.lower.emitter import emit
 from mpcompile.lower.joint import JointPasses
-from mpcompile.passes.joint.store_masks_as_bytes import store_masks_as_bytes
+from mpcompile.passes.joint.kept_for_backward import store_masks_as_bytes
 
 REST = pytest.mark.sweep("programs that are chains of others")
 

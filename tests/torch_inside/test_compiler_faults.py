@@ -18,8 +18,7 @@ from mpcompile.devices import cxx
 from mpcompile.devices.cxx import GCC_FLAG
 from mpcompile.lower import write_order
 from mpcompile.lower.write_order import inductor_for
-from mpcompile.passes.joint.order_pools import order_pools
-from mpcompile.passes.joint.widen_maxima import widen_maxima
+from mpcompile.passes.joint.lowered_faults import order_pools, widen_maxima
 
 pytestmark = pytest.mark.inside
 

@@ -1,5 +1,11 @@
-"""Keep what a tensor was cast from, and cast it again in the backward. A rewriting pass, on the two
-halves of the joint graph.
+"""What the forward keeps for the backward. Rewriting passes, on the two halves of the joint graph.
+
+Contract. The two graphs come from AOTAutograd's partitioner. The first `own_results` results of the
+forward are not for the backward. What it keeps stands behind them, in the order of the backward's
+inputs, and the backward has a placeholder with the name of each such node. A pass returns whether
+it changed anything.
+
+**`keep_sources`** keeps what a tensor was cast from, and casts it again in the backward.
 
     forward   cast: f32 = convert(mm, f32)       (as it was: the caller gets cast)
               return (cast, ..., cast)      ->   return (cast, ..., mm)
@@ -22,10 +28,42 @@ So instead of a stored tensor that is a cast of something, or a view of one, the
 The same values go through the same operators, so that nothing changes but the memory, and what the
 casts cost.
 
-Contract. The two graphs come from AOTAutograd's partitioner: what the forward keeps stands behind
-its own results, and the backward has a placeholder with the name of each such node. Weights
-whose casts are not to be kept bear `WEIGHT` among their notes. What the forward writes is not
-taken. What autograd doesn't check (`UNCHECKED`) stays as it is.
+Weights whose casts are not to be kept bear `WEIGHT` among their notes. What the forward writes is
+not taken. What autograd doesn't check (`UNCHECKED`) stays as it is.
+
+**`keep_written_inputs`** keeps a copy of an input that the forward writes, where the backward reads
+the input as it was.
+
+    forward   cos = cos(x)                   forward   kept = clone(x)
+              _ = copy_(x, relu)                       _ = copy_(x, relu)
+              return (..., x)          ->              return (..., kept)
+
+    backward  cos = cos(x)                   (as it was: x is what it is handed)
+
+AOTAutograd writes an input that needs no gradient at the end of the forward. Its partitioner
+doesn't heed that where it recomputes: it keeps the input itself, and the backward recomputes from
+what was written (torch 2.12 and 2.13). A checkpoint that reads a value computed before the write
+then gives wrong gradients. The copy costs the memory of the input, only where one would be wrong.
+
+**`store_masks_as_bytes`** keeps masks as bytes.
+
+    forward   le: b8 = le(relu, 0)              le: b8 = le(relu, 0)
+                                                wide: f32 = convert_element_type(le, f32)
+                                                kept: u8 = convert_element_type(wide, u8)
+              return (..., le)             ->   return (..., kept)
+
+    backward  le: b8 = placeholder              le: u8 = placeholder
+                                                wide: f32 = convert_element_type(le, f32)
+                                                mask: b8 = ne(wide, 0)
+              grad = where(le, 0, tangent)      grad = where(mask, 0, tangent)
+
+The sign of a ReLU, what a dropout kept, where a maximum was: autograd keeps them as bools. In the
+C++ that Inductor writes for a CPU, a kernel that stores or loads bools takes many times as long as
+with bytes, because vectors of bools are taken apart element by element (torch 2.13, AVX2 and
+AVX512). By way of FP32, which holds 0 and 1, both stay vectors.
+The values are the same to the bit, and so are the bytes.
+
+Only masks that fused kernels write and read are taken: no result or operand of any other operator.
 """
 
 from __future__ import annotations
@@ -37,10 +75,10 @@ import torch
 from torch import fx
 
 from mpcompile import ir
+from mpcompile.devices.registry import capabilities, is_supported
 from mpcompile.ir import aten
 from mpcompile.torch_inside.inductor import UNCHECKED
 from mpcompile.torch_inside.names import OpOverload
-from mpcompile.torch_inside.tensors import storage_of
 
 WEIGHT = "mp_weight"
 """Note on an input of the forward whose memory is there as long as the model (a parameter, a
@@ -48,6 +86,9 @@ buffer), and which the backward is to cast again."""
 _MOST = 16
 """Of the operators that make a result again."""
 _CONVERT = torch.ops.prims.convert_element_type.default
+
+
+# -- keep_sources ----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -63,10 +104,7 @@ class _Cast:
 
 
 def keep_sources(forward: fx.Graph, backward: fx.Graph, own_results: int) -> bool:
-    """Rewrite both halves; the first `own_results` results of the forward are not for the backward.
-
-    Returns whether anything changed.
-    """
+    """Rewrite both halves; see the module."""
     results: list[Any] = list(forward.output_node().args[0])  # type: ignore[arg-type]
     stored = results[own_results:]
     read = {str(n.target): n for n in backward.find_nodes(op="placeholder")}
@@ -74,15 +112,16 @@ def keep_sources(forward: fx.Graph, backward: fx.Graph, own_results: int) -> boo
     kept = {place: node for place, node in enumerate(results) if place >= own_results
             and isinstance(node, fx.Node) and node.name in read}  # fmt: skip
     checked = {place: node for place, node in kept.items() if not node.meta.get(UNCHECKED)}
-    written = {_memory(write.args[0]) for write in forward.find_nodes(
+    written = {ir.storage_now(write.args[0]) for write in forward.find_nodes(
         op="call_function", target=aten.copy_.default)}  # fmt: skip
-    of_memory: dict[int, list[_Cast]] = {}
+    of_memory: dict[int | None, list[_Cast]] = {}
     for place, node in checked.items():
         cast = _cast(place, node)
-        if cast is None or _memory(cast.source) in written:  # the backward would read what it wrote
+        memory = ir.storage_now(cast.source) if cast is not None else None
+        if cast is None or memory in written:  # the backward would read what it wrote
             continue
         if cast.source.name not in inner and not cast.source.meta.get(UNCHECKED):
-            of_memory.setdefault(_memory(cast.source), []).append(cast)
+            of_memory.setdefault(memory, []).append(cast)
     dropped = set[int]()
     for memory, casts in of_memory.items():
         places = {cast.place for cast in casts}
@@ -95,7 +134,9 @@ def keep_sources(forward: fx.Graph, backward: fx.Graph, own_results: int) -> boo
                 dropped.add(cast.place)
                 del kept[cast.place]
             else:
-                read[source.name] = _placeholder(backward, source, before=old)
+                with backward.inserting_before(old):
+                    read[source.name] = backward.placeholder(source.name)
+                read[source.name].meta = dict(source.meta)
             _make(backward, cast.steps, read, in_place_of=old)
     for place, node in checked.items():
         returned = node is kept.get(place) and node in results[:own_results]
@@ -136,11 +177,11 @@ def _source(node: fx.Node) -> fx.Node | None:
     return source if alike and dense and source is node.args[0] else None
 
 
-def _saves(memory: int, casts: list[_Cast], others: list[fx.Node]) -> bool:
+def _saves(memory: int | None, casts: list[_Cast], others: list[fx.Node]) -> bool:
     """Whether less is kept with what lies in this memory than with all that is cast from it."""
-    elsewhere = set(map(_memory, others))
+    elsewhere = set(map(ir.storage_now, others))
     source = casts[0].source
-    freed = {_memory(cast.node): _bytes(cast.node) for cast in casts}
+    freed = {ir.storage_now(cast.node): _bytes(cast.node) for cast in casts}
     cost = 0 if WEIGHT in source.meta or memory in elsewhere else _bytes(source)
     return sum(size for held, size in freed.items() if held not in elsewhere) > cost
 
@@ -164,19 +205,9 @@ def _steps(result: fx.Node, read: dict[str, fx.Node]) -> tuple[fx.Node, ...] | N
 
 
 def _is_elementwise(node: fx.Node) -> bool:
-    if not isinstance(node.target, OpOverload) or not node.all_input_nodes:
-        return False
-    tags = node.target.tags
-    return _source(node) is not None or (
-        torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags
-    )
-
-
-def _placeholder(backward: fx.Graph, source: fx.Node, *, before: fx.Node) -> fx.Node:
-    with backward.inserting_before(before):
-        new = backward.placeholder(source.name)
-    new.meta = dict(source.meta)
-    return new
+    random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+    pointwise = ir.is_pointwise(node) and bool(node.all_input_nodes) and not random
+    return pointwise or _source(node) is not None
 
 
 def _make(
@@ -206,14 +237,77 @@ def _return(forward: fx.Graph, results: list[Any], dropped: set[int]) -> None:
         output.meta["desc"] = [output.meta["desc"][place] for place in places]
 
 
-def _memory(node: Any) -> int:
-    """Identity of the memory that a node's tensor lies in; equal for its views."""
-    value = ir.tensor(node)
-    if value is None or value.layout is not torch.strided:
-        return id(node)
-    return storage_of(value)
-
-
 def _bytes(node: fx.Node) -> int:
     """Of the whole memory that it lies in."""
     return ir.hint(ir.value(node).untyped_storage().nbytes())
+
+
+# -- keep_written_inputs ---------------------------------------------------------------------------
+
+
+def keep_written_inputs(forward: fx.Graph, backward: fx.Graph, own_results: int) -> bool:
+    """Rewrite the forward; see the module."""
+    writes: dict[int | None, fx.Node] = {}
+    for write in forward.find_nodes(op="call_function", target=aten.copy_.default):
+        if (memory := ir.storage_now(write.args[0])) is not None:
+            writes.setdefault(memory, write)
+    output = forward.output_node()
+    results = list(output.args[0])  # type: ignore[arg-type]
+    changed = False
+    for index, node in enumerate(results[own_results:], own_results):
+        if (write := writes.get(ir.storage_now(node))) is not None:
+            with forward.inserting_before(write):
+                results[index] = ir.new_call(forward, aten.clone.default, node)
+            changed = True
+    output.args = (tuple(results),)
+    return changed
+
+
+# -- store_masks_as_bytes --------------------------------------------------------------------------
+
+
+def store_masks_as_bytes(forward: fx.Graph, backward: fx.Graph, own_results: int) -> bool:
+    """Rewrite both halves; see the module."""
+    output = forward.output_node()
+    results = list(output.args[0])  # type: ignore[arg-type]
+    own, kept = results[:own_results], results[own_results:]
+    read = {str(n.target): n for n in backward.find_nodes(op="placeholder")}
+    changed = False
+    for index, node in enumerate(kept):
+        placeholder = read.get(node.name) if isinstance(node, fx.Node) else None
+        if placeholder is None or node in own or not _is_mask(node, placeholder):
+            continue
+        with forward.inserting_before(output):
+            wide = ir.new_call(forward, _CONVERT, node, torch.float32)
+            kept[index] = ir.new_call(forward, _CONVERT, wide, torch.uint8)
+        _read_as_bytes(backward, placeholder)
+        changed = True
+    output.args = ((*own, *kept),)
+    return changed
+
+
+def _is_mask(node: fx.Node, placeholder: fx.Node) -> bool:
+    """Whether fused kernels write these bools in the forward, and read them in the backward."""
+    written, read = ir.tensor(node), ir.tensor(placeholder)
+    return (
+        written is not None
+        and read is not None
+        and written.dtype is read.dtype is torch.bool
+        and written.shape == read.shape
+        and is_supported(written.device)
+        and capabilities(written.device).slow_bools
+        and ir.is_pointwise(node)
+        and all(ir.is_pointwise(user) or user.op == "output" for user in node.users)
+        and all(map(ir.is_pointwise, placeholder.users))
+    )
+
+
+def _read_as_bytes(backward: fx.Graph, placeholder: fx.Node) -> None:
+    users = list(placeholder.users)
+    with ir.fake_mode(backward):
+        placeholder.meta["val"] = placeholder.meta["val"].to(torch.uint8)
+    placeholder.meta.pop("tensor_meta", None)
+    with backward.inserting_before(next(n for n in backward.nodes if n.op != "placeholder")):
+        wide = ir.new_call(backward, _CONVERT, placeholder, torch.float32)
+        mask = ir.new_call(backward, aten.ne.Scalar, wide, 0)
+    placeholder.replace_all_uses_with(mask, users.__contains__)

@@ -1,0 +1,109 @@
+"""Faults of Inductor, gone round. Rewriting passes, on a graph as Inductor lowers it; each returns
+whether it changed anything. `mpcompile/devices/torch_faults.py` has the releases of torch.
+
+**`fill_zeros`** gives tangents of zeros memory (`ZEROS_ARE_REUSED`).
+
+    zero = _efficientzerotensor([16, 16])    ->    zero = full([16, 16], 0)
+
+Forward mode (`torch.func.jvp`, `jacfwd`, `hessian`) makes such a zero for what has no tangent. It
+has no memory and can't be written, and Inductor's code, which knows it as any other buffer, reuses
+its memory for the next result: the compiled graph raises.
+
+**`order_pools`** lays out in order what a large pool reads (`POOLS_COUNT_OTHERWISE`).
+
+                                                  laid = force_stride_order(x, [.., h * w, w, 1])
+    pool = max_pool3d_with_indices(x, [3])  ->    pool = max_pool3d_with_indices(laid, [3])
+
+Here depth, height and width of x don't lie in this order in memory.
+
+Of a window of more than 25 elements Inductor makes a loop, and orders its dimensions as the operand
+lies in memory. The place of the maximum is counted in that order, and read as if it were counted in
+the order of the dimensions: indices, and with them gradients, are those of other elements. An
+operand that lies in order, channels innermost or not, is counted right. It costs a copy of any
+other. Smaller windows, as those of most pools over images, are written out element by element.
+
+**`widen_maxima`** takes maxima of low values in FP32 (`MAXIMA_DECLARED_TWICE`).
+
+    a: bf16 = amax(x, [1])                 wide: f32 = convert(x, f32)
+    b: bf16 = amax(y, [2])         ->      a_wide: f32 = amax(wide, [1])
+                                           a: bf16 = convert(a_wide, bf16)
+                                           ...
+
+Where two equal maxima of a low dtype meet in one loop, Inductor's C++ declares a variable twice and
+does not compile. In FP32 it does. A maximum is exact, so the results are the same, and the loop
+computes in FP32 registers either way. A graph with one maximum stays as it is.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import fx
+
+from mpcompile import ir
+from mpcompile.ir import aten
+from mpcompile.ir.dtypes import HALF
+
+_POOLS: dict[Any, int] = {
+    aten.max_pool2d_with_indices.default: 2,
+    aten.max_pool3d_with_indices.default: 3,
+}
+_FORCE = torch.ops.prims.inductor_force_stride_order.default
+_WRITTEN_OUT = 25
+"""Elements of the largest window that Inductor writes out."""
+_MAXIMA = (aten.amax.default, aten.amin.default)
+_CONVERT = torch.ops.prims.convert_element_type.default
+
+
+def fill_zeros(graph: fx.Graph) -> bool:
+    """Rewrite the graph. Returns whether anything changed."""
+    zeros = graph.find_nodes(op="call_function", target=aten._efficientzerotensor.default)
+    for node in zeros:
+        node.target = aten.full.default
+        node.args = (node.args[0], 0, *node.args[1:])
+    return bool(zeros)
+
+
+def order_pools(graph: fx.Graph) -> bool:
+    """Rewrite the graph. Returns whether anything changed."""
+    found = [(n, dims) for n in graph.nodes if (dims := _POOLS.get(n.target))]
+    pools = [(pool, dims) for pool, dims in found if _is_loop(pool, dims)]
+    for pool, dims in pools:
+        value: Any = pool.args[0]
+        with graph.inserting_before(pool):
+            laid = ir.new_call(graph, _FORCE, value, _in_order(ir.value(value), dims))
+        pool.replace_input_with(value, laid)
+    return bool(pools)
+
+
+def _is_loop(pool: fx.Node, dims: int) -> bool:
+    window: Any = pool.args[1]
+    elements = math.prod(window) if len(window) > 1 else window[0] ** dims
+    return bool(elements > _WRITTEN_OUT)
+
+
+def _in_order(volume: torch.Tensor, dims: int) -> list[Any]:
+    """Its strides if its last dimensions lie in their order in memory, else contiguous ones."""
+    sizes = zip(volume.shape[-dims:], volume.stride()[-dims:], strict=True)
+    strides = [ir.hint(stride) for size, stride in sizes if ir.hint(size) > 1]
+    if strides == sorted(strides, reverse=True):
+        return list(volume.stride())
+    return list(torch.empty_like(volume, memory_format=torch.contiguous_format).stride())
+
+
+def widen_maxima(graph: fx.Graph) -> bool:
+    """Rewrite the graph. Returns whether anything changed."""
+    found = [n for n in graph.nodes if n.target in _MAXIMA and ir.dtype(n) in HALF]
+    if len(found) < 2:
+        return False
+    for node in found:
+        low, value = ir.dtype(node), node.args[0]
+        with graph.inserting_before(node):
+            wide = ir.new_call(graph, _CONVERT, value, torch.float32)
+            taken = ir.new_call(graph, node.target, wide, *node.args[1:], **node.kwargs)
+            back = ir.new_call(graph, _CONVERT, taken, low)
+        node.replace_all_uses_with(back)
+        graph.erase_node(node)
+    return True
