@@ -79,13 +79,7 @@ def restore(node: fx.Node) -> None:
 
 
 def insert(
-    graph: fx.Graph,
-    target: Any,
-    args: tuple[Any, ...],
-    *,
-    name: str,
-    like: fx.Node,
-    decision: Mark,
+    graph: fx.Graph, target: Any, args: tuple[Any, ...], *, name: str, like: fx.Node, decision: Mark
 ) -> fx.Node:
     """Add a call at the graph's insertion point, with its value and the provenance of `like`."""
     node = graph.create_node("call_function", target, args, name=name)

@@ -1,6 +1,4 @@
-"""The changes that docs/migrating.md and the README show, run before and after: they end with the
-same weights.
-"""
+"""What docs/migrating.md and the README change, run before and after: the same weights."""
 
 import copy
 import functools
