@@ -32,7 +32,6 @@ from benchmarks.harness.report import RESULTS, SCRATCH, Report, Settings, Table,
 
 _BESIDE = (
     "__main__",
-    "before_after",
     "cuda_parts",
     "digits",
     "emucuda",

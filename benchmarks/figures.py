@@ -183,6 +183,30 @@ def _bars(axes: Axes, rows: Report, value: Callable[[Report, str], float | None]
     axes.set_xlim(-0.6, len(rows) - 0.4)
 
 
+# -- real models -----------------------------------------------------------------------------------
+
+
+def draw_real_models(path: Path, report: Report) -> Figure:
+    """Bars of how many times as fast a step is as under compile + autocast; the README's chart."""
+    ratios = report["ratios"]
+    names = list(ratios)[::-1]  # the first one on top
+    with _saved(path, (9, 3.2), font_size=10, axes_titlesize=11) as figure:
+        axes = figure.subplots()
+        axes.set_title("Training steps a second; torch.compile + autocast makes 1.0")
+        for way, colour, above in zip(PIECES, ("tab:blue", "tab:orange"), (0.2, -0.2), strict=True):
+            found = [ratios[name][f"{way} over {AUTOCAST}"]["paired"] for name in names]
+            places = [k + above for k in range(len(names))]
+            bars = axes.barh(places, found, 0.38, color=colour, label=way)
+            beside = {"facecolor": "white", "edgecolor": "none", "pad": 1}  # over the line at 1.0
+            axes.bar_label(bars, [f"{ratio:.2f}x" for ratio in found], padding=3, bbox=beside)
+        axes.axvline(1.0, color="black", linewidth=0.8)
+        axes.set_yticks(range(len(names)), names)
+        axes.set_xlim(0, 1.5)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.legend(frameon=False, loc="center right")
+    return figure
+
+
 # -- papers ----------------------------------------------------------------------------------------
 
 _PAPERS: Lines = {
@@ -257,6 +281,7 @@ DRAWN: Mapping[str, tuple[Callable[[Path, Report], Figure], str]] = {
     "gradients": (draw_gradients, "papers_cpu"),
     "papers": (draw_papers, "papers_cpu"),
     "peers": (draw_peers, "peers_cpu"),
+    "real_models": (draw_real_models, "real_models_cpu"),
 }
 """Figure -> what draws it, and the report whose numbers it shows."""
 

@@ -44,7 +44,10 @@ __all__ = [
 
 
 class _Module(ModuleType):
-    """`import mpcompile; mpcompile(model)`: says which name was meant."""
+    """`import mpcompile; mpcompile(model)`: says which name was meant. `dir()`: what is public."""
+
+    def __dir__(self) -> list[str]:
+        return __all__
 
     def __call__(self, *args: Any, **options: Any) -> NoReturn:
         raise MPCompileError(

@@ -8,7 +8,7 @@ import os
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar, overload
+from typing import Any, Literal, TypeVar, overload
 
 import torch
 from torch import fx, nn
@@ -38,7 +38,7 @@ from .runtime.sharded_call import ends_graph
 from .runtime.trainer_steps import compile_steps, has_steps
 from .scaling import hooks
 from .scaling.loss_scale import LossScale
-from .settings import OPTIONS, Options, Settings, documented
+from .settings import OPTIONS, Emits, LevelWord, Mode, Options, Pads, Settings, documented
 from .torch_inside.modules import set_compiled_call
 from .verify.verdicts import say_again
 from .whole_step.train_step import TrainStep, goes_backward
@@ -52,14 +52,14 @@ def mpcompile(model: F, **options: Unpack[Options]) -> F: ...
 def mpcompile(**options: Unpack[Options]) -> Callable[[F], F]: ...
 @documented
 def mpcompile(
-    model: Any = ...,
+    model: Any = inspect.Parameter.empty,  # help() shows no default for it
     *more: Any,
     dtype: torch.dtype | str = "auto",
-    level: Level | str = "O1",
+    level: Level | LevelWord = "O1",
     policy: Policy | str | os.PathLike[str] | None = None,
     loss_scale: LossScale | str | float | None = "dynamic",
-    pad: str = "auto",
-    emit: str = "inductor",
+    pad: Pads = "auto",
+    emit: Emits = "inductor",
     dump: str | Path | None = None,
     fuse_head: bool = False,
     recompute: bool = False,
@@ -67,17 +67,17 @@ def mpcompile(
     disable_passes: Collection[str] = (),
     repair: bool = False,
     strict: bool = False,
-    verify: bool | str = True,
-    mode: str | None = None,
+    verify: bool | Literal["always"] = True,
+    mode: Mode | None = None,
     options: dict[str, Any] | None = None,
     **torch_compile_kwargs: Any,
 ) -> Any:
     """Train in mixed precision: compile a model, or a function, for FP16 or BF16.
 
     The training loop stays plain PyTorch: no autocast, no GradScaler. Parameters stay FP32, and
-    `p.grad` is FP32 and unscaled, except at O2 with `MPOptimizer`. An optimizer step whose
-    gradients overflowed is skipped. Parameters that are BF16 already, or frozen FP16 ones, are read
-    as they are: train such weights with an `MPOptimizer`, which keeps FP32 masters.
+    `p.grad` is unscaled. An optimizer step whose gradients overflowed is skipped. Parameters that
+    are BF16 already, or frozen FP16 ones, are read as they are: train such weights with an
+    `MPOptimizer`, which keeps FP32 masters.
 
     Args:
         model: an nn.Module with FP32 or BF16 parameters, or a function. A module is compiled in
@@ -101,7 +101,7 @@ def mpcompile(
     check_how(settings.emit)
     request["policy"] = settings.policy  # its file is read once, not again for every graph
     _check_torch_compile(torch_compile_kwargs)
-    if model is ...:
+    if model is inspect.Parameter.empty:
         return functools.partial(mpcompile, **request, **torch_compile_kwargs)
     if isinstance(model, (staticmethod, classmethod)):
         return type(model)(_compiled(model.__func__, settings, request, torch_compile_kwargs))

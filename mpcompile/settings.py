@@ -19,7 +19,7 @@ import textwrap
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, TypedDict, TypeVar
+from typing import Any, Literal, TypedDict, TypeVar, get_args
 
 import torch
 
@@ -39,8 +39,11 @@ from .verify.verdicts import Verify
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-EMITS = ("inductor", "aot_eager", "eager")
-PADS = ("auto", "always", "never")
+LevelWord = Literal["O0", "O1", "O2", "O3"]
+Emits = Literal["inductor", "aot_eager", "eager"]
+Pads = Literal["auto", "always", "never"]
+Mode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
+EMITS, PADS = get_args(Emits), get_args(Pads)
 _OTHER_TORCH = f"install torch {'.'.join(map(str, NEWEST))}, or an mpcompile made for this one"
 
 
@@ -321,11 +324,11 @@ class Options(TypedDict, total=False):
     """
 
     dtype: torch.dtype | str
-    level: Level | str
+    level: Level | LevelWord
     policy: Policy | str | os.PathLike[str] | None
     loss_scale: LossScale | str | float | None
-    pad: str
-    emit: str
+    pad: Pads
+    emit: Emits
     dump: str | Path | None
     fuse_head: bool
     recompute: bool
@@ -333,8 +336,8 @@ class Options(TypedDict, total=False):
     disable_passes: Collection[str]
     repair: bool
     strict: bool
-    verify: bool | str
-    mode: str | None
+    verify: bool | Literal["always"]
+    mode: Mode | None
     options: dict[str, Any] | None
     dynamic: bool | None
     fullgraph: bool

@@ -51,7 +51,7 @@ def skipped_since(before: Mapping[str, int]) -> tuple[str, ...]:
 def _sentence(text: str) -> str:
     """Dynamo's title, and the first sentence of its explanation."""
     if text.startswith("generic_jump"):
-        return "the program branches on the value of a tensor"
+        return "Data-dependent branching: the program branches on the value of a tensor"
     if text.startswith("step_unsupported"):
         return "Dynamo can't go on from here within one graph"
     title = text.partition("\n")[0].strip()

@@ -18,16 +18,7 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from ..errors import CannotRewrite
-from ..ir import (
-    attribute,
-    is_op,
-    op_name,
-    requires_grad,
-    rule,
-    set_stored,
-    storage,
-    written,
-)
+from ..ir import attribute, is_op, op_name, requires_grad, rule, set_stored, storage, written
 from ..ir.fakes import fake_twin, like
 from ..ir.targets import SET_GRAD_ENABLED
 from ..ir.values import is_foreign

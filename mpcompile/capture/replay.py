@@ -29,12 +29,7 @@ from torch import fx
 from ..errors import CannotRewrite
 from ..ir import Region
 from ..ir.dtypes import HALF
-from ..ir.targets import (
-    CHECKPOINT,
-    ENTER_AUTOCAST,
-    EXIT_AUTOCAST,
-    INVOKE_SUBGRAPH,
-)
+from ..ir.targets import CHECKPOINT, ENTER_AUTOCAST, EXIT_AUTOCAST, INVOKE_SUBGRAPH
 from ..ir.units import grad_fns
 from ..operators import fused_head
 from ..rules import PACKETS

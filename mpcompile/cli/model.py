@@ -5,6 +5,8 @@ goes wrong in its numbers (`diagnose`).
 from __future__ import annotations
 
 import argparse
+import contextlib
+import functools
 import json
 import math
 from collections.abc import Iterator
@@ -22,6 +24,7 @@ from ..plans.model_plan import ENOUGH, Plan
 from ..plans.plan_text import outside, verdict
 from ..preview.explain import plan_call
 from ..settings import OPTIONS
+from ..torch_inside.names import pytree
 from .common import (
     DEFAULTS,
     LEVELS,
@@ -30,6 +33,7 @@ from .common import (
     command,
     failed,
     given,
+    known_device,
     made,
     new_file,
     number,
@@ -46,46 +50,33 @@ _DIAGNOSE_OPTIONS = (
 
 def add(commands: Commands) -> None:
     """Add the commands of this file."""
-    _add_explain(
-        commands,
-        "plan",
-        "h100",
-        help="what would be done with your model on a GPU, without one",
-        about="Print what mpcompile would do with a model on a GPU that this machine need not "
-        "have: as `explain`, whose flags it takes.",
-    )
-    _add_explain(
-        commands,
-        "explain",
-        "auto",
-        help="what is done with your model and why; conditions for a CI",
-        about="Print what mpcompile does with a model and why: the precision of each operator, the "
-        "Tensor Core share of the FLOPs, sizes worth changing, graphs left in FP32, graph breaks, "
-        "and the bytes saved for the backward.",
-    )
+    for name, help in (("plan", "the same as explain"), ("explain", "what is done, and why")):
+        _add_explain(commands, name, help)
     _add_diagnose(commands)
 
 
-def _add_explain(commands: Commands, name: str, device: str, *, help: str, about: str) -> None:
-    """Add `explain`, or the same command for another device."""
-    about += " Nothing is trained. The exit status is 1 if a condition of --fail-... holds."
-    explain = command(commands, name, help=help, about=f"{about} {DEFAULTS}.")
+def _add_explain(commands: Commands, name: str, help: str) -> None:
+    explain = command(
+        commands,
+        name,
+        help=help,
+        about="Print what mpcompile does with a model, on this machine or on a GPU that it need "
+        "not have, and why: the precision of each operator, the Tensor Core share of the FLOPs, "
+        "sizes worth changing, graphs left in FP32, graph breaks, and the bytes saved for the "
+        "backward. Nothing is trained. The exit status is 1 if a condition of --fail-... holds. "
+        f"{DEFAULTS}.",
+    )
     explain.add_argument(
-        "--device", default=device, help=f"{_GPUS}, which need not be there; auto: the model's own"
+        "--device", default="auto", help=f"{_GPUS}, which need not be there; auto: the model's own"
     )
     for option in _OPTIONS:
         own = {"choices": LEVELS} if option == "level" else {}
         add_option(explain, option, **own)
-    explain.add_argument(
-        "--mp-optimizer",
-        action="store_true",
-        default=argparse.SUPPRESS,
-        help="an MPOptimizer holds the parameters",
-    )
-    explain.add_argument(
-        "--all", action="store_true", help="print each node, with casts and the backward"
-    )
-    explain.add_argument("--json", action="store_true", help="print JSON")
+    flag = functools.partial(explain.add_argument, action="store_true")
+    held = "an MPOptimizer holds the parameters"
+    flag("--mp-optimizer", default=argparse.SUPPRESS, help=held)
+    flag("--all", help="print each node, with casts and the backward")
+    flag("--json", help="print JSON")
     explain.add_argument(
         "--html", type=new_file, metavar="FILE", help="also write the plan as one HTML file"
     )
@@ -102,14 +93,9 @@ def _add_explain(commands: Commands, name: str, device: str, *, help: str, about
         metavar="SHARE",
         help="fail if a smaller share of the FLOPs is eligible for Tensor Cores, 0 to 1",
     )
-    explain.add_argument(
-        "--fail-on-fp32-fallback",
-        action="store_true",
-        help="fail if a graph stays in FP32, or products run outside of the graphs",
-    )
-    explain.add_argument(
-        "--fail-on-graph-break", action="store_true", help="fail if the program breaks into graphs"
-    )
+    outside = "fail if a graph stays in FP32, or products run outside of the graphs"
+    flag("--fail-on-fp32-fallback", help=outside)
+    flag("--fail-on-graph-break", help="fail if the program breaks into graphs")
     explain.set_defaults(run=_explain)
 
 
@@ -190,6 +176,9 @@ def _add_diagnose(commands: Commands) -> None:
         "level": {"choices": LEVELS},
         "loss_scale": {"type": _loss_scale, "metavar": "SCALE"},
     }
+    diagnose.add_argument(
+        "--device", default="auto", help="cpu, cuda or cuda:N; auto: where the factory makes things"
+    )
     for name in _DIAGNOSE_OPTIONS:
         add_option(diagnose, name, **own.get(name, {}))
     diagnose.add_argument("--steps", type=int, default=1, help="of AdamW; stops at the first fault")
@@ -213,7 +202,12 @@ def _loss_scale(text: str) -> float | str:
 
 
 def _diagnose(options: argparse.Namespace, console: Console) -> int:
-    model, args, kwargs, loss_fn = made(options)
+    device = known_device(options.device)
+    with device or contextlib.nullcontext():  # what the loss closes over is made there, too
+        model, args, kwargs, loss_fn = made(options)
+    if device is not None:
+        model.to(device)
+        args, kwargs = pytree.tree_map_only(torch.Tensor, lambda x: x.to(device), (args, kwargs))
     with console.status("a step in FP64, in FP32, and as it is rewritten"):
         report = diagnose_call(
             model,

@@ -7,7 +7,7 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.optim import Optimizer
@@ -17,7 +17,7 @@ from ..errors import CannotRewrite, MPCompileError, MPCompileWarning
 from ..ranks.zero import is_zero, partition_of, step_with
 from ..scaling import guard, parameters
 from ..scaling.loss_scale import LossScale
-from ..settings import OPTIONS
+from ..settings import OPTIONS, Emits, Mode
 from ..torch_inside.optimizers import note_step
 from .checks import check, check_arguments, check_group, check_ranks
 from .compiled import Emit
@@ -83,10 +83,10 @@ class MPOptimizer(Optimizer):
         *,
         loss_scale: LossScale | None = None,
         max_grad_norm: float | None = None,
-        emit: str = "inductor",
-        mode: str | None = None,
+        emit: Emits = "inductor",
+        mode: Mode | None = None,
         options: Mapping[str, Any] | None = None,
-        verify: bool | str = True,
+        verify: bool | Literal["always"] = True,
         dump: str | Path | None = None,
     ) -> None:
         if isinstance(optimizer, MPOptimizer):
@@ -102,6 +102,8 @@ class MPOptimizer(Optimizer):
         self._given_scale = loss_scale
         self._saved_scales = SavedScales()  # those loaded before their models' first run
         self._start()
+
+    vars(__new__)["__wrapped__"] = __init__  # help() shows these arguments
 
     def _start(self) -> None:
         # The attributes that torch's own __init__ makes, without a second set of groups.

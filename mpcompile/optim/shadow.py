@@ -107,11 +107,7 @@ class Shadow:
             self._write_back(tensors, i, given[param], state.get(param, {}))
 
     def _settings(
-        self,
-        group: dict[str, Any],
-        index: int,
-        inputs: dict[Slot, Any],
-        params: list[torch.Tensor],
+        self, group: dict[str, Any], index: int, inputs: dict[Slot, Any], params: list[torch.Tensor]
     ) -> dict[str, Any]:
         def taken(key: str, value: Any) -> Any:  # the input of the graph, if there is one
             if is_list(value):

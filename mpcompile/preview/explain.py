@@ -56,7 +56,7 @@ from ..runtime.records import pinned_in, settings_like, studied
 from ..scaling import copies, parameters
 from ..scaling.overflows import weakly
 from ..scaling.skipped_steps import Repairs
-from ..settings import OPTIONS, Settings, documented
+from ..settings import OPTIONS, LevelWord, Pads, Settings, documented
 from ..torch_inside.names import (
     BackendCompilerFailed,
     DataDependentOutputException,
@@ -77,9 +77,9 @@ def explain(
     *inputs: Any,
     device: str | None = None,
     dtype: torch.dtype | str | None = None,
-    level: Level | str | None = None,
+    level: Level | LevelWord | None = None,
     policy: Policy | str | os.PathLike[str] | None = None,
-    pad: str | None = None,
+    pad: Pads | None = None,
     dump: str | Path | None = None,
     fuse_head: bool | None = None,
     recompute: bool | None = None,
@@ -98,7 +98,7 @@ def explain(
             compiled by `mpcompile()` or not.
         inputs: arguments of the model's call: tensors of any shapes; their values don't matter.
         device: None: the device that the model lies on. Or a GPU, which need not be there: "h100",
-            "h200", "a100", "rtx4090", "t4", "v100" or "p100".
+            "a100", "t4" and others: an unknown name is refused with the list of them.
         {plans}: as for `mpcompile()`. None: what the model was compiled with; the default of
             `mpcompile()` if it was not. A compiled model's `dump` is not taken over.
         mp_optimizer: whether an `MPOptimizer` holds the parameters; matters at O2. None: whether
@@ -119,8 +119,8 @@ def explain(
     )
 
 
-def plan_for(model: nn.Module, *inputs: Any, device: str = "h100", **kwargs: Any) -> Plan:
-    """`explain` for a GPU that this machine need not have; takes the same arguments."""
+def plan_for(model: nn.Module, *inputs: Any, device: str | None = None, **kwargs: Any) -> Plan:
+    """`explain` by another name, for a GPU that this machine need not have."""
     return explain(model, *inputs, device=device, **kwargs)
 
 
@@ -148,7 +148,8 @@ def plan_call(
     planner = Planner(settings, absent, stand_ins, mp_optimizer, repairs)
     given = stand_ins.of_inputs(args, kwargs)
     with torch.inference_mode(False), torch.enable_grad(), no_trace(), stand_ins:
-        call = functools.partial(_run, twin, _compiled(twin, planner), *given)
+        run = functools.partial(_run, twin, _compiled(twin, planner), *given)
+        call = functools.partial(stand_ins.mode.each_branch, run)
         outside = looked_into(call, twin, functools.partial(_compiled, planner=planner))
     if not planner.graphs:
         raise nothing_compiled(type(model).__name__)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -19,11 +20,48 @@ from torch import nn
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.overrides import TorchFunctionMode
 
+from ..errors import MPCompileError
+from ..ir import aten
 from ..runtime.check_module import deep_copy
 from ..runtime.compile_apart import nothing_happened
-from ..torch_inside.names import FakeTensorMode, cached_backends, counters, pytree
+from ..torch_inside.names import FakeTensorMode, TracingContext, cached_backends, counters, pytree
 
 _CPU = torch.device("cpu")
+_ENDLESS, _BRANCHES = 20, 16
+
+
+class _Answers(FakeTensorMode):
+    """Answers what a program asks of a value between two graphs, as in an `if`: by `forced`, then
+    no, from the twentieth time on yes, so that a loop ends. A number is 0 or 1; a size a symbol.
+    """
+
+    forced: tuple[bool, ...] = ()
+    asked = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        asks = func is aten._local_scalar_dense.default and TracingContext.try_get() is None
+        if not asks or not (args[0].dtype is torch.bool or args[0].is_floating_point()):
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        answer = self.asked >= _ENDLESS
+        if self.asked < len(self.forced):
+            answer = self.forced[self.asked]
+        self.asked += 1
+        return answer if args[0].dtype is torch.bool else float(answer)
+
+    def each_branch(self, call: Callable[[], Any]) -> None:
+        """Call for each way that the program may go, 16 at most, some of which may raise."""
+        todo: list[tuple[bool, ...]] = [()]
+        failed: list[MPCompileError] = []
+        for self.forced in itertools.islice(todo, _BRANCHES):  # grows meanwhile
+            self.asked = 0
+            try:
+                call()
+            except MPCompileError as error:
+                failed.append(error)
+            known = len(self.forced)
+            todo += [(*self.forced, *[False] * n, True) for n in range(self.asked - known)]
+        if len(failed) >= min(len(todo), _BRANCHES):
+            raise failed[0]
 
 
 class StandIns:
@@ -32,7 +70,7 @@ class StandIns:
     def __init__(self) -> None:
         # A tensor that the program closes over is not replaced.
         # Sizes that depend on values become symbols.
-        self.mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
+        self.mode = _Answers(allow_non_fake_inputs=True, shape_env=ShapeEnv())
         self._memo: dict[int, Any] = {}
         self._originals: dict[int, torch.Tensor] = {}
 

@@ -34,7 +34,21 @@ from .skipped_steps import Repairs, SkippedInARow
 _SETTINGS = tuple(field.name for field in dataclasses.fields(ScaleRule))
 
 
-class LossScale(Ruled):
+_INTERNAL = {
+    "active", "begin_step", "default", "fitting", "inputs", "rule", "saw_forward", "settle",
+    "skip_for", "start", "state", "stepped", "take_start", "update",
+}  # fmt: skip
+
+
+class _Shown(type):
+    """`dir()` and `help()` show what is for users, not what graphs and optimizers' steps call."""
+
+    def __dir__(cls) -> list[str]:
+        shown = (n for n in super().__dir__() if n[0] != "_" or n[1] == "_")
+        return [n for n in shown if n not in _INTERNAL]
+
+
+class LossScale(Ruled, metaclass=_Shown):
     """How gradients are scaled in FP16, and the current scale.
 
     Build one with `LossScale.dynamic()`, `.grad_scaler()`, `.static(128.0)` or `.none()` and
@@ -48,13 +62,6 @@ class LossScale(Ruled):
         kind: "dynamic", "static" or "none".
         value: the current scale.
         skipped_steps: optimizer steps skipped because of an overflow.
-        fitting: whether the first backward is still to find the scale.
-        used: what the last training forward multiplied by, 0-d FP32 on its device, or None.
-        open: whether some graph passes gradients on to non-leaf inputs, that is, to other networks.
-        fp16_only: it was made by default, not by the user: BF16 does without it.
-        agreed: whether all ranks of a group have the same scale: its start was given, or they have
-            agreed on one since it was searched for, or loaded.
-        restored, loaded: whether its state was loaded; whether no forward has used that state yet.
 
     Raises:
         MPCompileError: a factor, interval or bound that makes no sense.
@@ -66,8 +73,8 @@ class LossScale(Ruled):
         start = min(max(INIT_SCALE, rule.min_scale), rule.max_scale) if fitting else init_scale
         assert start is not None
         rule.check(init_scale, start)
-        self.open = False
-        self.fp16_only = False
+        self.open = False  # whether a graph passes gradients on to non-leaf inputs: other networks
+        self.fp16_only = False  # made by default, not by the user: BF16 does without it
         self._start(ScaleState(float(start), overflows_left=rule.hysteresis), rule, fitting=fitting)
 
     def _start(self, state: ScaleState, rule: ScaleRule, *, fitting: bool) -> None:
@@ -77,9 +84,9 @@ class LossScale(Ruled):
         self.said = Messages()
         self.in_a_row = SkippedInARow(self.live, self.said)
         self.repairs = Repairs()
-        self.restored = self.loaded = False
-        self.agreed = not fitting
-        self.used: torch.Tensor | None = None
+        self.restored = self.loaded = False  # its state was loaded; no forward has used that yet
+        self.agreed = not fitting  # all ranks have the same scale: given, or since agreed on
+        self.used: torch.Tensor | None = None  # the last training forward's, 0-d FP32, where it ran
         self._optimized = False  # whether some optimizer's step checks it
 
     @classmethod
@@ -170,6 +177,9 @@ class LossScale(Ruled):
     def update(self, state: ScaleState, overflow: bool) -> ScaleState:
         """The state after a step. Pure: no argument is changed."""
         return updated(self.rule, state, overflow)
+
+    def __dir__(self) -> list[str]:
+        return dir(type(self))
 
     def __repr__(self) -> str:
         state = self.state

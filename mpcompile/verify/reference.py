@@ -23,13 +23,7 @@ from ..torch_inside.graphs import schema_of
 from ..torch_inside.names import pytree
 from .draws import draw, is_random
 
-__all__ = [
-    "Pair",
-    "Reference",
-    "ancestors",
-    "why_not",
-    "written_inputs",
-]
+__all__ = ["Pair", "Reference", "ancestors", "why_not", "written_inputs"]
 
 aten, prims = torch.ops.aten, torch.ops.prims
 

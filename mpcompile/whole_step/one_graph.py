@@ -119,11 +119,7 @@ def _in_several(nodes: Sequence[fx.Node]) -> set[int]:
 
 
 def compiled(
-    program: StepProgram,
-    traced: Traced,
-    stays: Sequence[bool],
-    settings: Settings,
-    verify: Verify,
+    program: StepProgram, traced: Traced, stays: Sequence[bool], settings: Settings, verify: Verify
 ) -> Function:
     """Compile the graph of a program.
 

@@ -9,9 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from documents import README
 
 from benchmarks.figures import DRAWN, FIGURES, TELLING
 from benchmarks.harness.report import RESULTS
+from benchmarks.peers import geometric_mean
+from benchmarks.peers.measure import AUTOCAST, PIECES, WHOLE
 
 pytest.importorskip("matplotlib")
 
@@ -91,5 +94,19 @@ def test_the_committed_figure_says_the_same(name: str, tmp_path: Path) -> None:
 
 
 def test_every_figure_is_tested() -> None:
-    """`before_after.svg` is, in `tests/plans/test_before_after.py`; the pictures are of pages."""
-    assert {path.stem for path in FIGURES.glob("*.svg")} == {*DRAWN, "before_after"}
+    assert {path.stem for path in FIGURES.glob("*.svg")} == {*DRAWN}
+
+
+def test_the_readme_says_what_its_chart_shows() -> None:
+    """Each ratio in the text of the picture, and under it which are below 1; and the means."""
+    front = README.read_text().partition("```diff")[0]
+    shown, said = front.partition("](docs/figures/real_models.svg)")[::2]
+    report = committed("real_models_cpu")
+    for name, ratios in report["ratios"].items():
+        o1, o2 = (ratios[f"{way} over {AUTOCAST}"]["paired"] for way in PIECES)
+        model = re.findall(r"[\w-]+", name)[0]
+        assert f"{model} {o1:.2f}x and {o2:.2f}x" in shown
+        assert (model in said.partition("are slower")[0]) == (o1 < 1)
+    for way in (*PIECES, WHOLE[1]):
+        pairs = [(row["seconds"][AUTOCAST], row["seconds"][way]) for row in report["rows"].values()]
+        assert f"{geometric_mean(pairs)[0]:.2f}x" in (said if way in WHOLE else shown)

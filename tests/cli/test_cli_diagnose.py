@@ -59,7 +59,7 @@ def diagnosed(nets: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     seen: dict[str, Any] = {"report": report()}
 
     def diagnose_call(model: Any, args: Any, kwargs: Any, **given: Any) -> Report:
-        seen.update(given)
+        seen.update(given, model=model, args=args)
         return seen["report"]
 
     monkeypatch.setattr(cli.model, "diagnose_call", diagnose_call)
@@ -77,6 +77,18 @@ def test_only_given_options_are_handed_over(diagnosed: dict[str, Any]) -> None:
     assert callable(diagnosed["loss_fn"])
     assert cli.main(["diagnose", "some_nets:good", "--loss-scale", "none"]) == 0
     assert diagnosed["options"] == {"loss_scale": "none"}
+
+
+def test_the_device(
+    diagnosed: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    monkeypatch.setattr(cli.model, "known_device", torch.device)
+    assert cli.main(["diagnose", "some_nets:cubed", "--device", "meta"]) == 0
+    assert {p.device.type for p in diagnosed["model"].parameters()} == {"meta"}
+    assert {x.device.type for x in diagnosed["args"]} == {"meta"}
+    monkeypatch.undo()
+    assert cli.main(["diagnose", "some_nets:good", "--device", "gpu"]) == 2
+    assert "unknown device 'gpu': use auto, cpu, cuda or" in squeezed(capsys.readouterr().err)
 
 
 @pytest.mark.usefixtures("nets")

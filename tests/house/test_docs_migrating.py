@@ -1,6 +1,7 @@
-"""The blocks of docs/migrating.md run before and after, and end with the same weights."""
+"""What docs/migrating.md and the README change, run before and after: the same weights."""
 
 import copy
+import functools
 import re
 from pathlib import Path
 from typing import Any
@@ -8,14 +9,50 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from documented import Net, eager, run
-from documents import blocks
+from documents import README, blocks
 from loops import TOLERANCE, assert_moved_alike
 from repository import ROOT
+from torch import nn
 
-from mpcompile import loss_scale_of, mpcompile
+from mpcompile import MPOptimizer, loss_scale_of, mpcompile
+from mpcompile.settings import Settings
 
-__all__ = ["eager"]
+Names = dict[str, Any]
+
+
+def run(block: str, names: Names) -> Names:
+    exec(compile(block, "block", "exec"), names)
+    return names
+
+
+class Net(nn.Module):
+    """What the page calls `model`: (B, 16) -> (B, 8)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(16, 16)
+        self.blocks = nn.ModuleList([nn.Linear(16, 16)])
+        self.lm_head = nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.relu(self.up(x))
+        for block in self.blocks:
+            x = x + F.gelu(block(x))
+        return self.lm_head(x)
+
+
+@pytest.fixture
+def eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a block compiles is run by `emit="eager"`, unless the block says otherwise."""
+
+    def parse(request: Names) -> Settings:
+        asked = request.get("emit") == "inductor" and not request.get("recompute")
+        return plain({**request, "emit": "eager"} if asked else request)
+
+    plain, made = Settings.parse, functools.partialmethod(MPOptimizer.__init__, emit="eager")
+    monkeypatch.setattr(Settings, "parse", parse)
+    monkeypatch.setattr(MPOptimizer, "__init__", made)
+
 
 PAGE = ROOT / "docs" / "migrating.md"
 MINUS_NOT_RUN = r"^\*Not run by the tests: the lines with a minus, [^*]+\*\n\n"
@@ -25,7 +62,7 @@ HALF = re.compile(MINUS_NOT_RUN + r"```diff\n(.*?)^```$", re.M | re.S)
 def small_blocks() -> dict[str, str]:
     """Heading -> block."""
     text = PAGE.read_text()
-    found: dict[str, str] = {}
+    found = {"README": blocks(README, "diff")[0]}
     for part in re.split(r"^##+ ", text, flags=re.M)[1:]:
         heading = part.partition("\n")[0]
         for number, block in enumerate(re.findall(r"^```diff\n(.*?)^```$", part, re.M | re.S)):
@@ -49,7 +86,7 @@ def given(*, after: bool, compiled: bool) -> dict[str, Any]:
     model, other = Net(), torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Linear(16, 8))
     names = {
         "torch": torch, "F": F, "copy": copy, "device": "cpu", "model": model, "other": other,
-        "mpcompile": mpcompile,
+        "mpcompile": functools.partial(mpcompile, dtype=torch.float16),
         "start": copy.deepcopy(model), "loss_scale_of": loss_scale_of,
         "batches": [(torch.randn(16, 16), torch.randint(8, (16,))) for _ in range(4)],
         "optimizer": torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
@@ -63,7 +100,8 @@ def given(*, after: bool, compiled: bool) -> dict[str, Any]:
 
 def moved(names: dict[str, Any]) -> dict[str, torch.Tensor]:
     before = dict(names["start"].named_parameters())
-    return {name: (p - before[name]).detach() for name, p in names["model"].named_parameters()}
+    model = getattr(names["model"], "_orig_mod", names["model"])  # as torch.compile has it
+    return {name: (p - before[name]).detach() for name, p in model.named_parameters()}
 
 
 @pytest.mark.slow_rows("trains both sides of each block")
@@ -76,11 +114,11 @@ def test_a_block_trains_alike(name: str, tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.chdir(tmp_path)
     block = BLOCKS[name]
     makes_its_own = "model = mpcompile(" in block or "train_step(" in block
-    after = run([side(block, "+")], given(after=True, compiled=not makes_its_own))
+    after = run(side(block, "+"), given(after=True, compiled=not makes_its_own))
     if block in AFTER_ALONE:
         assert any(p.abs().sum() > 0 for p in moved(after).values())
         return
-    before = run([side(block, "-")], given(after=False, compiled=False))
+    before = run(side(block, "-"), given(after=False, compiled=False))
     torch.testing.assert_close(after["loss"], before["loss"], rtol=6e-2, atol=6e-3)
     if name != "Evaluation":
         assert any(p.abs().sum() > 0 for p in moved(before).values())
@@ -95,4 +133,4 @@ def test_each_half_that_is_not_run_says_so() -> None:
 
 
 def test_all_blocks_are_seen() -> None:
-    assert len(blocks(PAGE, "diff")) == len(BLOCKS)
+    assert len(blocks(PAGE, "diff")) == len(BLOCKS) - 1

@@ -19,6 +19,7 @@ from mpcompile import (
     loss_scale_of,
     mpcompile,
 )
+from mpcompile.plans import Plan
 from mpcompile.plans.graph_plan import BackwardNode, GraphPlan
 
 X = torch.ones(4, 8)
@@ -188,8 +189,14 @@ def test_a_compile_tells_it_too() -> None:
     assert compiled_plans(model)[0].ends_with
 
 
+def planned_ops(plan: Plan) -> list[list[str]]:
+    """Of each graph, the operators of the program."""
+    graphs = [[n.op for n in graph.nodes if not n.is_added] for graph in plan.graphs]
+    return [[op.removeprefix("aten::") for op in graph] for graph in graphs]
+
+
 def test_a_branch_on_a_value() -> None:
-    """The compile says so; without values there is no going on."""
+    """The compile says so, of the way that it goes; a plan has the graphs of both ways."""
 
     def branches(layer: nn.Linear, x: Tensor) -> Tensor:
         y = layer(x)
@@ -198,10 +205,38 @@ def test_a_branch_on_a_value() -> None:
     model = mpcompile(Calls(branches), emit="eager")
     model(X)
     first = compiled_plans(model)[0]
-    where = line(branches, 2)
-    assert first.ends_with == f"the program branches on the value of a tensor {where}"
-    with pytest.raises(MPCompileError, match="goes on with the values of a tensor"):
-        explain(model, X)
+    says = "Data-dependent branching: the program branches on the value of a tensor"
+    assert first.ends_with == f"{says} {line(branches, 2)}"
+    plan = explain(model, X)
+    assert plan.breaks == (first.ends_with,)
+    assert sorted(planned_ops(plan)) == [["exp"], ["linear"], ["linear", "sum", "gt"]]
+
+
+def test_ways_of_branching() -> None:
+    """One may raise, a loop ends, numbers are asked for; a condition may stand below another."""
+
+    def branches(layer: nn.Linear, x: Tensor) -> Tensor:
+        y = layer(x)
+        if y.isnan().any():
+            raise ValueError("NaN")
+        if y.sum() > 0:
+            return layer(y).exp() if y.max().item() > 1 else layer(y).sin()
+        while not y.norm() < 1:
+            y = y / 2
+        return y.cos()
+
+    plan = explain(Calls(branches), X)
+    found = [op for ops in planned_ops(plan) for op in ops]
+    assert {"exp", "sin", "div", "cos"} <= set(found)
+    assert len(plan.breaks) >= 3
+
+    def always(layer: nn.Linear, x: Tensor) -> Tensor:
+        if layer(x).sum() > 0:
+            raise ValueError("today")
+        raise ValueError("not today")
+
+    with pytest.raises(MPCompileError, match="ValueError: not today"):
+        explain(Calls(always), X)
 
 
 def test_a_graph_that_is_left_may_break() -> None:

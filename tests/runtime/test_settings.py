@@ -3,6 +3,7 @@
 import dataclasses
 import inspect
 import os
+import pydoc
 import shutil
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from mpcompile import LossScale, MPCompileError, cli, explain, mpcompile
+from mpcompile import LossScale, MPCompileError, MPOptimizer, cli, explain, mpcompile, plan_for
 from mpcompile.rules.policy import Level, Policy
 from mpcompile.settings import OPTIONS, Option, Options, Settings
 from mpcompile.verify.verdicts import Verify
@@ -49,6 +50,18 @@ def test_type_checkers_see_the_same_options() -> None:
     assert {name: seen[name].__forward_arg__ for name in OPTIONS} == {
         name: written[name].annotation for name in OPTIONS
     }
+
+
+def test_help_and_dir_show_what_is_for_users() -> None:
+    package = sys.modules["mpcompile"]
+    assert sorted(dir(package)) == sorted(package.__all__)
+    for shown in (dir(LossScale), dir(LossScale.dynamic())):
+        assert {"dynamic", "value", "skipped_steps", "overflowed", "load_state_dict"} <= {*shown}
+        assert not {"live", "search", "settle", "begin_step", "_step_looks"} & {*shown}
+    assert "Ellipsis" not in pydoc.render_doc(package)
+    assert "max_grad_norm" in str(inspect.signature(MPOptimizer))
+    for function in (explain, plan_for):
+        assert inspect.signature(function).parameters["device"].default is None
 
 
 def test_every_field_is_an_option_or_no_request() -> None:

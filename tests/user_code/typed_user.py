@@ -47,6 +47,9 @@ def modules(policy: Policy) -> Net:
     assert_type(mpcompile(Net(), **chosen), Net)
     mpcompile(Net(), levle="O2")  # type: ignore[call-overload]
     mpcompile(Net(), level=2)  # type: ignore[call-overload]
+    mpcompile(Net(), level="O5")  # type: ignore[call-overload]
+    mpcompile(Net(), pad="often")  # type: ignore[call-overload]
+    mpcompile(Net(), mode="fast", emit="eager")  # type: ignore[call-overload]
     mpcompile("net")  # type: ignore[call-overload]
     return model
 
@@ -72,6 +75,7 @@ def functions(x: torch.Tensor) -> None:
 def steps(model: Net, x: torch.Tensor, y: torch.Tensor) -> None:
     inner = torch.optim.AdamW(model.parameters(), lr=1e-3)
     optimizer = MPOptimizer(inner, max_grad_norm=1.0)
+    MPOptimizer(inner, emit="inductr")  # type: ignore[arg-type]
     torch.optim.lr_scheduler.StepLR(optimizer, step_size=10)
     optimizer.zero_grad(set_to_none=True)
     optimizer.step()
@@ -109,6 +113,7 @@ def scales(model: Net) -> None:
 
 def reports(model: Net, x: torch.Tensor, y: torch.Tensor) -> None:
     plan = mp.explain(model, x, device="t4", level="O2")
+    mp.explain(model, x, level="O5")  # type: ignore[arg-type]
     assert_type(mp.plan_for(model, x), Plan)
     assert_type(plan.to_dict(), dict[str, Any])
     for graph in plan.graphs:
