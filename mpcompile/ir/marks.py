@@ -189,15 +189,14 @@ def is_inner_gradient(node: fx.Node) -> bool:
     return "mp_inner_gradient" in node.meta
 
 
-def set_costs(node: fx.Node, value: dict[str, dict[str, int]]) -> None:
-    """Note the planner's cost of each precision: "low" or "full" -> term -> bytes of traffic."""
-    node.meta["mp_costs"] = value
+def set_min_cut(node: fx.Node, value: Any) -> None:
+    """Note the planner's `MinimumCut` that decided the node, or whether its result is rounded."""
+    node.meta["mp_min_cut"] = value
 
 
-def costs(node: fx.Node) -> dict[str, dict[str, int]] | None:
-    """The costs that the planner weighed, or None where it had nothing to decide."""
-    found: dict[str, dict[str, int]] | None = node.meta.get("mp_costs")
-    return found
+def min_cut(node: fx.Node) -> Any:
+    """What `set_min_cut` noted, or None where the planner had nothing to decide."""
+    return node.meta.get("mp_min_cut")
 
 
 def set_alignment(node: fx.Node, value: Alignment) -> None:

@@ -17,6 +17,7 @@ from torch import fx
 from .. import ir
 from ..rules import Kind
 from ..rules.policy import Config, Level, Precision
+from .min_cut import OF_RESULT
 from .reads import counted_operands, is_trained, read_by, root
 from .times import seconds
 
@@ -30,6 +31,10 @@ class Rounded:
     """
 
     node: fx.Node
+
+    @property
+    def name(self) -> str:
+        return self.node.name + OF_RESULT
 
 
 Item = fx.Node | Rounded

@@ -94,7 +94,7 @@ def difference(first: PlanData, second: PlanData) -> PlanDiff:
         raise MPCompileError(f"a Plan is compared with a Plan, not with a {type(second).__name__}")
     pairs = itertools.zip_longest(first.graphs, second.graphs)
     nodes = [one for number, (a, b) in enumerate(pairs) for one in _nodes(number, a, b)]
-    return PlanDiff(_facts(first, second), tuple(nodes), _totals(first, second))
+    return PlanDiff(_facts(first, second), tuple(nodes), _both(first, second, _counted))
 
 
 def _facts(first: PlanData, second: PlanData) -> dict[str, tuple[str, str]]:
@@ -134,10 +134,6 @@ def _outline(graph: GraphData | None) -> str:
     return f"rewritten, gradients {'scaled' if graph.scaled else 'not scaled'}{ends}"
 
 
-def _totals(first: PlanData, second: PlanData) -> dict[str, tuple[str, str]]:
-    return _both(first, second, _counted)
-
-
 def _counted(plan: PlanData) -> dict[str, str]:
     of = [node.precision for node in plan.nodes if not node.is_added]
     shares = plan.tensor_cores
@@ -164,15 +160,10 @@ def _nodes(number: int, first: GraphData | None, second: GraphData | None) -> It
     b = second.nodes if second is not None else ()
     partner = _matched(a, b)
     taken = set(partner.values())
-    for i, node in enumerate(a):
-        if i in partner and _decision(node) != _decision(b[partner[i]]):
-            yield NodeDiff(number, node, b[partner[i]])
-    for i, node in enumerate(a):
-        if i not in partner:
-            yield NodeDiff(number, node, None)
-    for j, node in enumerate(b):
-        if j not in taken:
-            yield NodeDiff(number, None, node)
+    both = [(node, b[partner[i]]) for i, node in enumerate(a) if i in partner]
+    yield from (NodeDiff(number, x, y) for x, y in both if _decision(x) != _decision(y))
+    yield from (NodeDiff(number, node, None) for i, node in enumerate(a) if i not in partner)
+    yield from (NodeDiff(number, None, node) for j, node in enumerate(b) if j not in taken)
 
 
 def _decision(node: PlanNode) -> tuple[str, ...]:
@@ -183,13 +174,10 @@ def _matched(a: Sequence[PlanNode], b: Sequence[PlanNode]) -> dict[int, int]:
     """Place in `a` -> place in `b` of the same node."""
     partner: dict[int, int] = {}
     _by_name(a, b, partner, _kind)
-    taken = set(partner.values())
-    left = [i for i, node in enumerate(a) if i not in partner and not node.is_added]
-    right = [j for j, node in enumerate(b) if j not in taken and not node.is_added]
+    left, right = _left(a, b, partner)
+    kinds = [_kind(a[i]) for i in left], [_kind(b[j]) for j in right]
     # autojunk would skip what is frequent: operators are.
-    matcher = difflib.SequenceMatcher(
-        None, [_kind(a[i]) for i in left], [_kind(b[j]) for j in right], autojunk=False
-    )
+    matcher = difflib.SequenceMatcher(None, *kinds, autojunk=False)
     for at, to, size in matcher.get_matching_blocks():
         partner.update(zip(left[at : at + size], right[to : to + size], strict=True))
     _by_name(a, b, partner, lambda node: node.op)
@@ -201,6 +189,15 @@ def _kind(node: PlanNode) -> tuple[str, str]:
     return node.module, node.op
 
 
+def _left(
+    a: Sequence[PlanNode], b: Sequence[PlanNode], partner: dict[int, int]
+) -> tuple[list[int], list[int]]:
+    """The places of the program's nodes that have no partner yet."""
+    taken = set(partner.values())
+    left = [i for i, node in enumerate(a) if i not in partner and not node.is_added]
+    return left, [j for j, node in enumerate(b) if j not in taken and not node.is_added]
+
+
 def _by_name(
     a: Sequence[PlanNode],
     b: Sequence[PlanNode],
@@ -208,15 +205,10 @@ def _by_name(
     kind: Callable[[PlanNode], Hashable],
 ) -> None:
     """Match the program's nodes that have the same name and are of the same kind."""
-    taken = set(partner.values())
-    places = {
-        (node.name, kind(node)): j
-        for j, node in enumerate(b)
-        if j not in taken and not node.is_added
-    }
-    for i, node in enumerate(a):
-        if i not in partner and not node.is_added and (node.name, kind(node)) in places:
-            partner[i] = places[node.name, kind(node)]
+    left, right = _left(a, b, partner)
+    places = {(b[j].name, kind(b[j])): j for j in right}
+    keys = {i: (a[i].name, kind(a[i])) for i in left}
+    partner.update({i: places[key] for i, key in keys.items() if key in places})
 
 
 def _added(a: Sequence[PlanNode], b: Sequence[PlanNode], partner: dict[int, int]) -> None:

@@ -85,7 +85,6 @@ def plan_of(graph: fx.Graph, config: Config, before: tuple[Line, ...] = ()) -> G
             precision=ir.mark(node).precision.value,
             rule=ir.mark(node).rule,
             reason=ir.mark(node).reason,
-            costs=ir.costs(node),
             products=hidden_products.products_in(node),
             frames=ir.frames(node),
             reads=tuple(operand.name for operand in node.all_input_nodes),
@@ -94,6 +93,9 @@ def plan_of(graph: fx.Graph, config: Config, before: tuple[Line, ...] = ()) -> G
         for node in graph.nodes
         if ir.is_marked(node) and node.op != "placeholder"
     )
+    cuts = {
+        id(cut): cut for cut in map(ir.min_cut, graph.nodes) if cut
+    }  # a later one has fewer items
     return GraphPlan(
         level=config.level.value,
         dtype=_named(config.low),
@@ -104,6 +106,7 @@ def plan_of(graph: fx.Graph, config: Config, before: tuple[Line, ...] = ()) -> G
         tensor_cores=tensor_core_report(graph),
         before=before,
         after=lines_of(graph),
+        cuts=tuple(sorted(cuts.values(), key=lambda cut: len(cut.items))),
     )
 
 

@@ -6,12 +6,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from .. import ir
 from ..devices.gpus import GPU
+from ..planner.min_cut import OF_RESULT, MinimumCut, Weighed
 from ..rules.table import TABLE
 from ..verify.verdicts import Verify
 from .partitioned import BackwardNode, Saved
@@ -43,8 +45,6 @@ class PlanNode:
         low: what "LOW" is of it, "bfloat16", where this isn't the graph's dtype (a policy or an
             autocast region names it); else "".
         rule, reason: who decided, and why.
-        costs: the costs that the planner weighed ("low", "full" -> term -> bytes of memory traffic;
-            see planner/objective.py), or None where it had nothing to decide.
         products: number of matrix products inside an opaque call; they stay FP32.
         frames: the user's lines that led here, outermost first: `"train.py:30 in forward"`.
         reads: the names of its operands in the rewritten graph, inputs and casts included.
@@ -59,7 +59,6 @@ class PlanNode:
     precision: str
     rule: str
     reason: str
-    costs: dict[str, dict[str, int]] | None = None
     products: int = 0
     frames: tuple[str, ...] = ()
     reads: tuple[str, ...] = ()
@@ -73,7 +72,24 @@ class PlanNode:
     @property
     def change(self) -> str:
         """What it would take to change its precision, in one sentence."""
-        return _how_to_change(self)
+        if self.rule == "rewrite":
+            return (
+                f"a pass put it in the place of nodes of your program: disable_passes="
+                f"[{_rewriter(self)!r}] brings them back, and a policy can then name them"
+            )
+        own = self.rule in ("policy", "captured", "update")
+        if self.op == "getitem" and self.reads and not own:
+            return f"it is a part of the result of {self.reads[0]}: what changes that changes it"
+        names = not self.reads or (self.op in TABLE and TABLE[self.op].converts)
+        named = names and self.rule == "table" and self.precision == "KEEP"
+        sentence = "this version of mpcompile can't tell ({why})"
+        sentence = _SENTENCES.get("named" if named else self.rule, sentence)
+        word, operators = ("fp32", "full") if self.precision == "LOW" else ("low", "low")
+        return sentence.format(
+            pin=f'Policy(nodes={{"{self.name}": "{word}"}})',
+            ops=f'Policy({operators}=["{self.op.removeprefix("aten::")}"])',
+            why=self.reason,
+        )
 
 
 # What it would take to change a node's precision: that follows from who decided (`ir.By`,
@@ -112,31 +128,6 @@ _SENTENCES = {
 }
 
 
-def _how_to_change(node: PlanNode) -> str:
-    """One sentence: the option that would change the node, or why none does."""
-    if node.rule == "rewrite":
-        return (
-            f"a pass put it in the place of nodes of your program: disable_passes="
-            f"[{_rewriter(node)!r}] brings them back, and a policy can then name them"
-        )
-    if node.op == "getitem" and node.reads and node.rule not in ("policy", "captured", "update"):
-        return f"it is a part of the result of {node.reads[0]}: what changes that changes it, too"
-    sentence = _SENTENCES.get(_word(node), "this version of mpcompile can't tell ({why})")
-    word, operators = ("fp32", "full") if node.precision == "LOW" else ("low", "low")
-    op = node.op.removeprefix("aten::")
-    return sentence.format(
-        pin=f'Policy(nodes={{"{node.name}": "{word}"}})',
-        ops=f'Policy({operators}=["{op}"])',
-        why=node.reason,
-    )
-
-
-def _word(node: PlanNode) -> str:
-    """The key of the node's sentence."""
-    names = not node.reads or (node.op in TABLE and TABLE[node.op].converts)
-    return "named" if names and node.rule == "table" and node.precision == "KEEP" else node.rule
-
-
 def _rewriter(node: PlanNode) -> str:
     """The pass that made a node of the rule "rewrite"."""
     if node.op == "mpcompile::softmax_low":
@@ -164,6 +155,9 @@ class GraphData:
         before, after: the graph as captured and as rewritten, with its inputs and its output.
         backward: the backward of the graph, in program order; only in plans that `explain` makes.
         saved: what the forward keeps for the backward; only in plans that `explain` makes.
+        cuts: what the planner weighed (planner/objective.py), in sixteenths of a byte; the first
+            that has a node decided it: the last that was made, and at O2 those of products that
+            came out FP32 before it.
         verification: what is found where the compiled code was compared with the graph, so far;
             None in plans that were read back or that compiled nothing.
     """
@@ -184,6 +178,7 @@ class GraphData:
     after: tuple[Line, ...] = ()
     backward: tuple[BackwardNode, ...] = ()
     saved: tuple[Saved, ...] = ()
+    cuts: tuple[MinimumCut, ...] = ()
     verification: Verify | None = field(default=None, compare=False)
 
     def to_dict(self) -> dict[str, Any]:
@@ -200,6 +195,13 @@ class GraphData:
         data["saved"] = [one.to_dict() for one in self.saved]
         data["dump_dir"] = str(self.dump_dir) if self.dump_dir else None
         return data
+
+    def weighed(self, names: Iterable[str]) -> Iterator[Weighed]:
+        """What the planner weighed of these nodes, and of whether their results are rounded."""
+        asked = {name for node in names for name in (node, node + OF_RESULT)}
+        for cut in self.cuts:
+            yield from cut.weighed(asked)
+            asked -= set(cut.items)
 
     @property
     def low_dtypes(self) -> list[str]:

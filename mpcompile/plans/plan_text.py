@@ -148,19 +148,11 @@ def _product_grid(products: Iterable[_Product], dtype: str, *, units: bool) -> G
     heads = ("products", "line", "runs in", "FLOPs", "sizes", "why")
     rows = _Rows(heads if not units else (*heads[:3], "Tensor Cores", *heads[3:]))
     for one in products:
-        what = runs_in(one.node, dtype)
         aligned = ("yes" if one.op.eligible else "no",) if units else ()
         note = one.op.reason if one.is_low and units else "" if one.is_low else one.why
-        rows.add(
-            one.place,
-            one.node.source,
-            what,
-            *aligned,
-            scaled(one.op.flops, "FLOP", 1),
-            one.op.sizes,
-            note,
-            style=STYLES.get(one.node.precision, ""),
-        )
+        cells = (*aligned, scaled(one.op.flops, "FLOP", 1), one.op.sizes, note)
+        what = one.node.source, runs_in(one.node, dtype)
+        rows.add(one.place, *what, *cells, style=style(one.node))
     return rows.grid()
 
 
@@ -175,15 +167,8 @@ def _is_decided(node: PlanNode) -> bool:
 def _other_grid(nodes: Iterable[PlanNode], dtype: str) -> Grid:
     rows = _Rows(("other operators", "line", "op", "runs in", "type", "why"))
     for node in nodes:
-        rows.add(
-            node.module or "-",
-            node.source,
-            short(node.op),
-            runs_in(node, dtype),
-            types(node),
-            node.reason,
-            style=STYLES.get(node.precision, ""),
-        )
+        cells = node.source, short(node.op), runs_in(node, dtype), types(node), node.reason
+        rows.add(node.module or "-", *cells, style=style(node))
     return rows.grid()
 
 

@@ -51,18 +51,17 @@ class TensorCoreOp:
     @property
     def sizes(self) -> str:
         """`"m 128, n 50257 -> 50264, k 768"`; a batch and groups of 1 are left out."""
-        return ", ".join(
-            f"{dim} {size}" + (f" -> {self.after[dim]}" if self.after[dim] != size else "")
-            for dim, size in self.before.items()
-            if not (dim in ("batch", "groups") and size == self.after[dim] == 1)
-        )
+        ones = [
+            dim for dim in ("batch", "groups") if self.before.get(dim) == self.after.get(dim) == 1
+        ]
+        return ", ".join(text for dim, text in self._dims().items() if dim not in ones)
+
+    def _dims(self) -> dict[str, str]:
+        pairs = ((dim, size, self.after[dim]) for dim, size in self.before.items())
+        return {d: f"{d} {old}" + (f" -> {new}" if new != old else "") for d, old, new in pairs}
 
     def __str__(self) -> str:
-        dims = ", ".join(
-            f"{dim} {size}" + (f" -> {self.after[dim]}" if self.after[dim] != size else "")
-            for dim, size in self.before.items()
-        )
-        where = f" ({self.module})" if self.module else ""
+        where, dims = f" ({self.module})" if self.module else "", ", ".join(self._dims().values())
         mark = "yes" if self.eligible else "no"
         return f"{mark:<3}  {_flops(self.flops):>11}  {self.name}{where}: {dims}; {self.reason}"
 

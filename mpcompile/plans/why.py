@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 
 from ..errors import MPCompileError, did_you_mean
+from ..planner.min_cut import NEVER, OF_RESULT, Weighed
+from ..planner.objective import UNIT
 from .grid import Grid, Part, as_text
 from .partitioned import BackwardNode
 from .plan_data import GraphData, PlanNode
-from .plan_text import node_grid, runs_in, short
+from .plan_text import dtype_word, node_grid, runs_in, short, shortened
 
 Graphs = Mapping[int | None, GraphData]
 
@@ -89,8 +91,10 @@ def _node(
         for label, other in around:
             grid.add(label, lines.get(other.name, other.name), f"{other.rule}: {other.reason}")
         yield grid
-    if node.costs is not None:
-        yield _costs(node.costs)
+    for one in graph.weighed([node.name]):
+        grid, notes = what_was_weighed(one, dtype_word(node.low or graph.dtype))
+        yield from [grid] if grid.rows else []
+        yield from (f"  {note}" for note in notes)
 
 
 def _facts(facts: Iterable[tuple[str, str]]) -> Grid:
@@ -132,14 +136,35 @@ def _below(nodes: Mapping[str, PlanNode], node: PlanNode) -> Iterator[tuple[str,
             yield from _below(nodes, reader)
 
 
-def _costs(costs: Mapping[str, Mapping[str, int]]) -> Grid:
-    """The planner's terms side by side. A term that forbids a precision is not among them."""
-    grid = Grid(("costs in bytes of traffic", "low", "full"), indent=2)
-    low, full = costs.get("low", {}), costs.get("full", {})
-    for term in dict.fromkeys([*low, *full]):
-        grid.add(term, f"{low.get(term, 0):,}", f"{full.get(term, 0):,}")
-    grid.add("together", f"{sum(low.values()):,}", f"{sum(full.values()):,}")
-    return grid
+_TERMS = {
+    "stored": "what values in FP32 take more",
+    "time": "estimated times, as bytes that memory moves meanwhile",
+    "doubt": "a tenth of those in half precision: estimates may be off",
+    "weights": "casts of weights and of their gradients",
+    "view": "a cast after a view, not before it",
+    "cast": "casts between neighbours",
+}
+
+
+def what_was_weighed(one: Weighed, low: str) -> tuple[Grid, list[str]]:
+    """The least totals of the graph with either precision of an item, as planned first; and what
+    else there is to say: whether there was a choice at all, and which nodes would change, too.
+    """
+    words = (low, "FP32") if one.low else ("FP32", low)
+    what = "its result is in" if one.name.endswith(OF_RESULT) else "it runs in"
+    head = f"least total, in bytes of traffic, where {what}"
+    grid = Grid((head, f"{words[0]}, as planned", words[1]), indent=2)
+    if ruled_out := [term for term, (_, other) in one.costs.items() if other >= NEVER]:
+        return grid, [f"never {words[1]}, whatever it costs: {', '.join(ruled_out)}"]
+    more = one.totals[1] - one.totals[0]
+    rows = {_TERMS.get(term, term): both for term, both in one.costs.items()}
+    same = one.totals[0] - sum(chosen for chosen, _ in rows.values())
+    for label, both in {**rows, "all else": (same, same), "together": one.totals}.items():
+        grid.add(label, *(f"{cost / UNIT:,.{4 if 0 < more < UNIT else 0}f}" for cost in both))
+    notes = [] if more else ["the same in either: then FP32"]
+    if one.others:
+        notes.append(f"{words[1]} would take along: {shortened(one.others)}")
+    return grid, notes
 
 
 # -- a module --------------------------------------------------------------------------------------

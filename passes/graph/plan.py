@@ -27,8 +27,8 @@ from torch import fx
 
 from mpcompile import ir, rules
 from mpcompile.planner.constraints import Item, Rounded
-from mpcompile.planner.min_cut import NEVER, minimum_cut
-from mpcompile.planner.objective import UNIT, Costs, Objective
+from mpcompile.planner.min_cut import NEVER, MinimumCut
+from mpcompile.planner.objective import UNIT, Objective
 from mpcompile.planner.verdict import verdict
 from mpcompile.rules.policy import Config, Level, Precision
 
@@ -40,14 +40,16 @@ def plan(gm: fx.GraphModule, config: Config) -> bool:
         _lower_everything(gm.graph, config)
         return False
     objective = Objective(gm.graph, config)
-    best = _best(objective)
+    cut, best = _cut(objective)
     while config.level is Level.O2 and (slower := _products_in_full(best)):
         # At O2 values may be low only because low products are near: pin the slower products first.
         for node in slower:
             _settle(objective, node, best, low=False)
+            ir.set_min_cut(node, cut)
         objective = Objective(gm.graph, config)
-        best = _best(objective)
+        cut, best = _cut(objective)
     for item, low in best.items():
+        ir.set_min_cut(item.node if isinstance(item, Rounded) else item, cut)
         if not isinstance(item, Rounded):
             _settle(objective, item, best, low=low)
         elif low:
@@ -62,32 +64,32 @@ def _products_in_full(best: Mapping[Item, bool]) -> list[fx.Node]:
 
 
 def _settle(objective: Objective, node: fx.Node, best: Mapping[Item, bool], *, low: bool) -> None:
-    ir.set_costs(node, _shown(objective.terms[node]))
     if ir.precision(node) is FOLLOW or not low:
         reason = _reason(objective, node, best, low)
         ir.remark(node, precision=LOW if low else FULL, by=ir.By.PLAN, reason=reason)
 
 
-def _best(objective: Objective) -> dict[Item, bool]:
-    """Which of the open items are LOW at the least total cost."""
+def _cut(objective: Objective) -> tuple[MinimumCut, dict[Item, bool]]:
+    """The cut, and which of the open items are LOW at the least total cost."""
     items, is_low = objective.constraints.open, objective.constraints.is_low
     number = {item: i for i, item in enumerate(items)}
-    low = [sum(objective.terms[item].low.values()) for item in items]
-    full = [sum(objective.terms[item].full.values()) for item in items]
-    pairs: dict[tuple[int, int], tuple[int, int]] = {}
-    for (operand, reader), (operand_low, reader_low) in objective.pairs.items():
+    low = [dict(objective.terms[item].low) for item in items]
+    full = [dict(objective.terms[item].full) for item in items]
+    pairs: list[tuple[int, int, int, int]] = []
+    for (operand, reader), costs in objective.pairs.items():
         a, b = number.get(operand), number.get(reader)
         if a is not None and b is not None:
-            pairs[a, b] = operand_low, reader_low
-        elif a is not None and is_low(reader):  # its precision is known
-            full[a] += reader_low
-        elif a is not None:
-            low[a] += operand_low
-        elif b is not None and is_low(operand):
-            full[b] += operand_low
-        elif b is not None:
-            low[b] += reader_low
-    return dict(zip(items, minimum_cut(low, full, pairs), strict=True))
+            pairs.append((a, b, *costs))
+            continue
+        known, item = (operand, b) if a is None else (reader, a)  # one end is decided already
+        assert item is not None
+        there = bool(is_low(known))
+        cost = costs[there is not (a is None)]  # if the item differs from it
+        term = "cast" if cost < NEVER else f"{known.name} is FP32"
+        side = full[item] if there else low[item]
+        side[term] = side.get(term, 0) + cost
+    cut = MinimumCut(tuple(item.name for item in items), tuple(low), tuple(full), tuple(pairs))
+    return cut, dict(zip(items, cut.best(), strict=True))
 
 
 def _store_low(objective: Objective, node: fx.Node) -> None:
@@ -117,14 +119,6 @@ def _reason(objective: Objective, node: fx.Node, best: Mapping[Item, bool], low:
     if low:
         return f"{rule}; beside low values: no cast"
     return f"{rule}; nothing stores it: FP32 is free in its kernel"
-
-
-def _shown(costs: Costs) -> dict[str, dict[str, int]]:
-    """The terms in bytes, for the plan."""
-    return {
-        name: {term: cost // UNIT for term, cost in terms.items() if cost < NEVER}
-        for name, terms in (("low", costs.low), ("full", costs.full))
-    }
 
 
 def _bytes_text(cost: int) -> str:

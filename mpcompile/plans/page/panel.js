@@ -2,16 +2,6 @@
 
 const panel = byId("panel");
 
-// The planner's terms; the rows of the table of costs say them in words.
-const TERMS = {
-  stored: "writing and reading the value",
-  time: "what memory moves while it runs",
-  doubt: "a tenth of that: predictions may be off",
-  weights: "casting its weights",
-  view: "a view: half of what it shows",
-  cast: "casts beside it",
-};
-
 function showPanel(node) {
   if (!node) {
     panel.replaceChildren(el("h2", {}, PLAN.updates ? "All numbers of a node" : "Why is a node in this precision?"),
@@ -28,7 +18,7 @@ function showPanel(node) {
     facts(node),
     ...section("Numbers", numbersOf(node)),
     ...section("To change it", el("p", {}, node.change)),
-    ...section("Cost terms", costs(node)),
+    ...section("What the planner weighed", weighed(node)),
     ...section(PLAN.units ? "Tensor Cores" : "Product", product(node)),
     ...section("Casts, pads and scaling beside it", links(node, beside(node))),
     ...section("Reads", links(node, node.graph.reads.get(node.name) || [])),
@@ -61,16 +51,11 @@ function facts(node) {
     .map(([name, value]) => [el("dt", {}, name), el("dd", {}, value)]));
 }
 
-function costs(node) {
-  if (!node.costs) return null;
-  const { low, full } = node.costs;
-  const terms = [...new Set([...Object.keys(low), ...Object.keys(full)])];
-  if (!terms.length) return el("p", {}, "None: either precision costs the same here, so its neighbours decide.");
-  const total = (side) => Object.values(side).reduce((sum, cost) => sum + cost, 0);
-  const row = (name, one, other) => [name, scaled(one, "B"), scaled(other, "B")];
-  return table(["bytes of memory traffic", `in ${node.low}`, "in FP32"],
-    terms.map((term) => row(TERMS[term] || term, low[term] || 0, full[term] || 0)),
-    row("together", total(low), total(full)));
+/** The least totals with either precision, as `why()` prints them. */
+function weighed(node) {
+  const one = ({ heads, rows, notes }) => [rows.length ? table(heads, rows.slice(0, -1), rows.at(-1)) : null,
+    ...notes.map((note) => el("p", {}, note))];
+  return node.weighed.length ? el("div", {}, node.weighed.flatMap(one)) : null;
 }
 
 function product(node) {

@@ -16,10 +16,12 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
+from ...planner.min_cut import OF_RESULT
 from ..grid import scaled
 from ..partitioned import BackwardNode
 from ..plan_data import GraphData, Line, PlanData, PlanNode
 from ..plan_text import bytes_by_dtype, dtype_word, has_units, outside, verdict
+from ..why import what_was_weighed
 
 _HERE = Path(__file__).parent
 _SCRIPTS = (
@@ -210,6 +212,12 @@ def data_of(dtype: str, graphs: Sequence[GraphData], *, units: bool) -> dict[str
 
 def _graph(graph: GraphData) -> dict[str, Any]:
     products = {op.name: dataclasses.asdict(op) for op in graph.tensor_cores.ops}
+    low = {node.name: dtype_word(node.low or graph.dtype) for node in graph.nodes}
+    weighed: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for one in graph.weighed(low):
+        name = one.name.removesuffix(OF_RESULT)
+        grid, notes = what_was_weighed(one, low[name])
+        weighed[name].append({"heads": grid.heads, "rows": grid.rows, "notes": notes})
     return {
         "left": graph.left,
         "ends_with": graph.ends_with,
@@ -217,11 +225,12 @@ def _graph(graph: GraphData) -> dict[str, Any]:
             {
                 **dataclasses.asdict(node),
                 "captured": node.captured if _is_captured(node) else None,
-                "low": dtype_word(node.low or graph.dtype),
+                "low": low[node.name],
                 "added": node.is_added,
                 "counter": _is_counter(node),
                 "change": node.change,
                 "product": products.get(node.name),
+                "weighed": weighed[node.name],
             }
             for node in graph.nodes
         ],
