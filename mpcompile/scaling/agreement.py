@@ -96,9 +96,9 @@ def agree(held: Sequence[torch.Tensor], ranks: Ranks) -> list[bool]:
 
 def _refuse(parameter: torch.Tensor) -> None:
     raise MPCompileError(
-        f"a parameter of shape {tuple(parameter.shape)} gets scaled gradients on some of the ranks "
-        'only. A graph was left in FP32 there, as a warning says: use loss_scale="none"; or some '
-        "ranks have not run the compiled model before the first step, as all must"
+        f"a parameter of shape {tuple(parameter.shape)} gets scaled gradients on some ranks only. "
+        'Others have left a graph in FP32, as a warning says (use loss_scale="none"), or have not '
+        "run the compiled model before the first step"
     )
 
 
