@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
-import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -52,15 +51,17 @@ class _Answers(FakeTensorMode):
         """Call for each way that the program may go, 16 at most, some of which may raise."""
         todo: list[tuple[bool, ...]] = [()]
         failed: list[MPCompileError] = []
-        for self.forced in itertools.islice(todo, _BRANCHES):  # grows meanwhile
-            self.asked = 0
+        runs = 0
+        while todo and runs < _BRANCHES:
+            runs, self.forced, self.asked = runs + 1, todo.pop(0), 0
             try:
                 call()
             except MPCompileError as error:
                 failed.append(error)
-            known = len(self.forced)
-            todo += [(*self.forced, *[False] * n, True) for n in range(self.asked - known)]
-        if len(failed) >= min(len(todo), _BRANCHES):
+            more = range(self.asked - len(self.forced))
+            todo += [(*self.forced, *[False] * n, True) for n in more]
+            todo.sort(key=len)  # what a loop asks comes last
+        if len(failed) == runs:
             raise failed[0]
 
 
