@@ -30,22 +30,22 @@ _ENDLESS, _BRANCHES = 20, 16
 
 
 class _Answers(FakeTensorMode):
-    """Answers what a program asks of a value between two graphs, as in an `if`: by `forced`, then
-    no, from the twentieth time on yes, so that a loop ends. A number is 0 or 1; a size a symbol.
+    """Answers what a program asks of a condition between two graphs, as in an `if`: by `forced`,
+    then no, from the twentieth time on yes, so that a loop ends.
     """
 
     forced: tuple[bool, ...] = ()
     asked = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        asks = func is aten._local_scalar_dense.default and TracingContext.try_get() is None
-        if not asks or not (args[0].dtype is torch.bool or args[0].is_floating_point()):
+        asks = func is aten._local_scalar_dense.default and args[0].dtype is torch.bool
+        if not asks or TracingContext.try_get() is not None:
             return super().__torch_dispatch__(func, types, args, kwargs)
         answer = self.asked >= _ENDLESS
         if self.asked < len(self.forced):
             answer = self.forced[self.asked]
         self.asked += 1
-        return answer if args[0].dtype is torch.bool else float(answer)
+        return answer
 
     def each_branch(self, call: Callable[[], Any]) -> None:
         """Call for each way that the program may go, 16 at most, some of which may raise."""

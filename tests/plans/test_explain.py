@@ -213,14 +213,14 @@ def test_a_branch_on_a_value() -> None:
 
 
 def test_ways_of_branching() -> None:
-    """One may raise, a condition may stand below another and be a number's, and a loop ends."""
+    """One may raise, a condition may stand below another, and a loop ends."""
 
     def branches(layer: nn.Linear, x: Tensor) -> Tensor:
         y = layer(x)
         if y.isnan().any():
             raise ValueError("NaN")
         if y.sum() > 0:
-            return layer(y).exp() if y.max().item() > 0.5 else layer(y).sin()
+            return layer(y).exp() if y.max() > 1 else layer(y).sin()
         return y.cos()
 
     plan = explain(Calls(branches), X)
