@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from repository import ROOT, sources
 
 LIMITS = {
-    "lines of source": 42451,
-    "lines of code": 26836,
+    "lines of source": 42425,
+    "lines of code": 26798,
     "files of source": 299,
     "lines of tests": 63481,
     "warnings that count more than two frames": 18,
