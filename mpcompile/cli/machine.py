@@ -27,6 +27,7 @@ from ..ir.dtypes import HALF
 from ..profile import Profile, Sample, store
 from ..profile.cost_model import KINDS, flops
 from ..profile.measure import measure
+from ..rules.policy import Level
 from ..runtime.records import compiled_plans
 from ..torch_inside.private_names import GONE, Part, why_off
 from ..torch_inside.version import NEWEST, OLDEST, RANGE, check_torch_version, is_untested
@@ -187,13 +188,13 @@ def _check(options: argparse.Namespace, console: Console) -> int:
     for line in (_versions(), *_units(), *_names()):
         show(console, line)
     fails = bool(GONE)
-    for level in ("O1", "O2"):
+    for level in (Level.O1, Level.O2):
         try:
-            with console.status(f"training at {level}"):
+            with console.status(f"training at {level.value}"):
                 said = _trained(level, device)
         except Exception as error:  # whatever a compiler, or another torch, may raise
             fails, said = True, f"FAILED: {in_one_line(error)}"
-        show(console, f"{level}: {said}")
+        show(console, f"{level.value}: {said}")
     return 1 if fails else 0
 
 
@@ -216,7 +217,7 @@ def _names() -> Iterator[str]:
         yield f"  {why}: {part.value}"
 
 
-def _trained(level: str, device: torch.device) -> str:
+def _trained(level: Level, device: torch.device) -> str:
     """Train a small GPT on one batch: its losses, and what is verified.
 
     Raises:

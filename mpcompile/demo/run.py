@@ -25,6 +25,7 @@ from ..plans.graph_plan import GraphPlan
 from ..profile.store import load as load_profile
 from ..rules.policy import parse_dtype
 from ..runtime.records import compiled_plans, loss_scale_of
+from ..settings import Emits, LevelWord
 from .corpus import corpus, held_out_batches, text_batches
 from .gpt import GPT, GPTConfig, generate
 from .train import Trainee, held_out_loss
@@ -52,8 +53,8 @@ class DemoSettings:
 
     steps: int = 200
     dtype: str = "auto"
-    level: str = "O1"
-    emit: str = "inductor"
+    level: LevelWord = "O1"
+    emit: Emits = "inductor"
     device: str = "auto"
     seed: int = 0
     dump: Path = Path("mpcompile-dump")

@@ -140,9 +140,8 @@ def check_ranks(optimizer: Optimizer, max_grad_norm: float | None) -> Connected 
     if connected is not None and max_grad_norm is not None and not connected.countable:
         raise MPCompileError(
             f"{name}: max_grad_norm needs the norm over all processes, and some parameters are "
-            "plain tensors, or DTensors on a part of the mesh: whether other processes hold the "
-            "same elements isn't known. Distribute all parameters on one mesh "
-            "(distribute_tensor(p, mesh, [Replicate()])), or clip by hand"
+            "plain tensors, or DTensors on a part of the mesh. Distribute all parameters on one "
+            "mesh (distribute_tensor(p, mesh, [Replicate()])), or clip by hand"
         )
     return connected
 

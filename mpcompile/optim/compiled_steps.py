@@ -197,9 +197,8 @@ class CompiledSteps:
         self._warn_once(
             "patterns",
             "MPOptimizer: which parameters have a gradient, or how it is stored, changes from step "
-            f"to step, and {why}. {self._patterns} programs were compiled; a step that none of "
-            f"them fits runs operator by operator from now on, as {name} itself does it, and waits "
-            "for the device",
+            f"to step, and {why}. A step that fits none of {self._patterns} programs now runs "
+            f"operator by operator, as {name} does it, and waits for the device",
         )
 
     def _warn_once(self, about: str, message: str) -> None:

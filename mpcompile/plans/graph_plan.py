@@ -93,9 +93,8 @@ def plan_of(graph: fx.Graph, config: Config, before: tuple[Line, ...] = ()) -> G
         for node in graph.nodes
         if ir.is_marked(node) and node.op != "placeholder"
     )
-    cuts = {
-        id(cut): cut for cut in map(ir.min_cut, graph.nodes) if cut
-    }  # a later one has fewer items
+    found = map(ir.min_cut, graph.nodes)
+    cuts = {id(cut): cut for cut in found if cut}  # a later one has fewer items
     return GraphPlan(
         level=config.level.value,
         dtype=_named(config.low),

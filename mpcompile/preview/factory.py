@@ -21,8 +21,8 @@ __all__ = ["CONTRACT", "Made", "made_by"]
 
 CONTRACT = (
     "factory() must return (model, args) or (model, args, kwargs): an nn.Module, the tuple of its "
-    "positional arguments, and the dict of the others. A fourth value, a function that makes the "
-    "loss of the model's result, is read by `mpcompile diagnose` alone"
+    "positional arguments, and the dict of the others. `mpcompile diagnose` reads a fourth value: "
+    "a function that makes the loss of the model's result"
 )
 
 

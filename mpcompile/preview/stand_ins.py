@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
-import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -31,36 +30,38 @@ _ENDLESS, _BRANCHES = 20, 16
 
 
 class _Answers(FakeTensorMode):
-    """Answers what a program asks of a value between two graphs, as in an `if`: by `forced`, then
-    no, from the twentieth time on yes, so that a loop ends. A number is 0 or 1; a size a symbol.
+    """Answers what a program asks of a condition between two graphs, as in an `if`: by `forced`,
+    then no, from the twentieth time on yes, so that a loop ends.
     """
 
     forced: tuple[bool, ...] = ()
     asked = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        asks = func is aten._local_scalar_dense.default and TracingContext.try_get() is None
-        if not asks or not (args[0].dtype is torch.bool or args[0].is_floating_point()):
+        asks = func is aten._local_scalar_dense.default and args[0].dtype is torch.bool
+        if not asks or TracingContext.try_get() is not None:
             return super().__torch_dispatch__(func, types, args, kwargs)
         answer = self.asked >= _ENDLESS
         if self.asked < len(self.forced):
             answer = self.forced[self.asked]
         self.asked += 1
-        return answer if args[0].dtype is torch.bool else float(answer)
+        return answer
 
     def each_branch(self, call: Callable[[], Any]) -> None:
         """Call for each way that the program may go, 16 at most, some of which may raise."""
         todo: list[tuple[bool, ...]] = [()]
         failed: list[MPCompileError] = []
-        for self.forced in itertools.islice(todo, _BRANCHES):  # grows meanwhile
-            self.asked = 0
+        runs = 0
+        while todo and runs < _BRANCHES:
+            runs, self.forced, self.asked = runs + 1, todo.pop(0), 0
             try:
                 call()
             except MPCompileError as error:
                 failed.append(error)
-            known = len(self.forced)
-            todo += [(*self.forced, *[False] * n, True) for n in range(self.asked - known)]
-        if len(failed) >= min(len(todo), _BRANCHES):
+            more = range(self.asked - len(self.forced))
+            todo += [(*self.forced, *[False] * n, True) for n in more]
+            todo.sort(key=len)  # what a loop asks comes last
+        if len(failed) == runs:
             raise failed[0]
 
 

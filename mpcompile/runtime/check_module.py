@@ -144,10 +144,9 @@ def is_trained_fp16(value: object) -> bool:
 def refuse_fp16(where: str, name: str) -> NoReturn:
     """Raise MPCompileError: the FP16 parameter of this name is trained there."""
     raise MPCompileError(
-        f"{where} is already in half precision ({name} is float16), and {name} is trained: its "
-        "gradients would be FP16 without a loss scale, and small ones zero. Call model.float() "
-        "first, which also gives FP32 master weights; or load the model in torch.bfloat16. Frozen "
-        "FP16 weights (requires_grad=False) are read as they are"
+        f"{where} is already in half precision ({name} is float16), and {name} is trained: small "
+        "gradients would become zero. Call model.float() first, for FP32 master weights, or load "
+        "it in torch.bfloat16. Frozen FP16 weights (requires_grad=False) are taken"
     )
 
 

@@ -210,8 +210,8 @@ def check_constants(results: Sequence[Any], constant: Collection[int]) -> None:
         numbers = ", ".join(map(str, tracked))
         raise MPCompileError(
             f"autograd tracks result {numbers} of a compiled graph, which mpcompile took for a "
-            "constant: gradients would come out divided by the loss scale. This is a bug of "
-            'mpcompile; until it is mended, compile this model with loss_scale="none", or in BF16'
+            "constant: gradients would be divided by the loss scale. This is a bug of mpcompile; "
+            'until it is mended, compile this model with loss_scale="none", or in BF16'
         )
 
 

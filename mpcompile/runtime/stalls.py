@@ -53,9 +53,8 @@ def _warn(name: str, param: torch.Tensor) -> None:
     dtype = str(param.dtype).removeprefix("torch.")
     warnings.warn(
         f"mpcompile: {name} updates weights that are stored in {dtype} (one of shape "
-        f"{tuple(param.shape)}), without FP32 masters: an update of less than 0.2% of a weight "
-        f"is lost, which at a small learning rate is most of them. Use MPOptimizer({name}(...)), "
-        "which keeps masters; or call model.float() before training",
+        f"{tuple(param.shape)}), without FP32 masters: an update of less than 0.2% of a weight is "
+        f"lost. Use MPOptimizer({name}(...)), which keeps masters, or call model.float() before",
         MPCompileWarning,
         stacklevel=6,
     )

@@ -103,10 +103,9 @@ def _warn(module: nn.Module, optimizer: Optimizer) -> None:
     name = type(module).__name__
     warnings.warn(
         f"mpcompile: {name} was compiled but never called, yet {type(optimizer).__name__} updates "
-        "its parameters: it trains as plain PyTorch, in FP32. What is compiled is a call, "
-        "module(x); a trainer that calls another method, as training_step, passes it by. Compile "
-        "the submodule that it calls, self.net = mpcompile(self.net), or that method: "
-        "module.training_step = mpcompile(module.training_step)",
+        "its parameters: it trains as plain PyTorch, in FP32. Only module(x) is compiled. Where a "
+        "trainer calls a method: module.training_step = mpcompile(module.training_step), or, "
+        "inside of it, self.net = mpcompile(self.net)",
         MPCompileWarning,
         stacklevel=6,  # where the user calls `step`
     )

@@ -96,10 +96,9 @@ def agree(held: Sequence[torch.Tensor], ranks: Ranks) -> list[bool]:
 
 def _refuse(parameter: torch.Tensor) -> None:
     raise MPCompileError(
-        f"a parameter of shape {tuple(parameter.shape)} gets scaled gradients on some of the ranks "
-        "only, so they would not skip the same steps. Either a graph was left in FP32 there (a "
-        "warning gives the reason), or some ranks have not run it yet: all must run the compiled "
-        'model before the first step. Otherwise use loss_scale="none" or dtype=torch.bfloat16'
+        f"a parameter of shape {tuple(parameter.shape)} gets scaled gradients on some ranks only. "
+        'Others have left a graph in FP32, as a warning says (use loss_scale="none"), or have not '
+        "run the compiled model before the first step"
     )
 
 

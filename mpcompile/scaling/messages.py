@@ -96,10 +96,10 @@ class Messages:
         if not (self.row or self.floor):
             self.row = True
             warnings.warn(
-                f"{steps} optimizer steps in a row were skipped, because gradients were not "
-                f"finite. The loss scale is {scale:g}, and may still come down to where they fit. "
-                "If it goes on, mpcompile.diagnose(model, inputs, loss_fn=...) on such a batch "
-                "names what overflows, and what to keep in FP32.",
+                f"{steps} optimizer steps in a row were skipped: gradients were not finite. The "
+                f"loss scale is {scale:g}, and may still fall until they fit. If it goes on, "
+                "mpcompile.diagnose(model, inputs, loss_fn=...) names what overflows, and what to "
+                "keep in FP32.",
                 MPCompileWarning,
                 stacklevel=2,
             )

@@ -191,6 +191,5 @@ class _Once(torch.autograd.Function):
         raise MPCompileError(
             "the gradients of a compiled graph can't be differentiated (double backward, as for a "
             "gradient penalty): call torch.autograd.grad(create_graph=True) or torch.func.grad "
-            "inside of what is compiled, as mpcompile(step) of a function with forward, penalty "
-            "and backward, or in the model's forward; or leave the model uncompiled"
+            "inside of what is compiled, the model's forward or mpcompile(step); or don't compile"
         )

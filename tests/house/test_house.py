@@ -16,6 +16,7 @@ from mpcompile.rules.op_names import op_key
 from mpcompile.rules.table import TABLE
 
 PACKAGES = ("mpcompile", "passes", "benchmarks")
+SAYS = ("MPCompileError", "CannotRewrite", "warnings.warn", "self._warn_once")
 LONGEST_FILE, LONGEST_FUNCTION, LONGEST_REPEAT = 400, 60, 5
 
 
@@ -27,6 +28,16 @@ def sources(*packages: str) -> list[Path]:
 def test_files_are_short() -> None:
     lengths = {named(p): p.read_text().count("\n") for p in sources(*PACKAGES, "tests")}
     assert {name: n for name, n in lengths.items() if n > LONGEST_FILE} == {}
+
+
+def test_messages_are_short() -> None:
+    """40 words at most, where a part that is filled in counts as one."""
+    for path in sources("mpcompile"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in SAYS:
+                for said in node.args:
+                    words = re.sub(r"\{[^{}]*\}", "X", ast.unparse(said)).split()
+                    assert len(words) <= 40, f"{named(path)}: {node.lineno}"
 
 
 @pytest.mark.slow("reads the whole tree")
