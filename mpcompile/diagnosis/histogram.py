@@ -101,8 +101,11 @@ class HistogramChart:
 
     @property
     def ticks(self) -> range:
-        """The exponents that are written below the axis, clear of the bar of zeros."""
-        return range(-5 * (-(self.low + 3) // 5), self.high + 1, 5)
+        """The exponents that are written below the axis, clear of the bar of zeros and of one
+        another: a label takes some 30 units.
+        """
+        step = 5 * math.ceil(36 * (self.high - self.low + 3) / (self.right - self.left) / 5)
+        return range(-step * (-(self.low + 3) // step), self.high + 1, step)
 
     def x(self, place: float) -> float:
         """Where an exponent is; the bar of zeros stands below `low`."""

@@ -125,3 +125,11 @@ def places(graph: fx.Graph) -> dict[str, Place]:
             found[node.name] = Place(*where, seen[where])
             seen[where] += 1
     return found
+
+
+def scaled(count: int, unit: str, digits: int = 2) -> str:
+    """`(69632, "B")` -> `"69.63 kB"`."""
+    for prefix, scale in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if count >= scale:
+            return f"{count / scale:.{digits}f} {prefix}{unit}"
+    return f"{count} {unit}"

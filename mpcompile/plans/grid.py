@@ -76,11 +76,3 @@ class Shown:
     def __rich__(self) -> Group:
         """For `rich.print`: coloured, and folded to the width of the terminal."""
         return Group(*(Text(part) if isinstance(part, str) else part for part in self._parts()))
-
-
-def scaled(count: int, unit: str, digits: int = 2) -> str:
-    """`(69632, "B")` -> `"69.63 kB"`."""
-    for prefix, scale in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        if count >= scale:
-            return f"{count / scale:.{digits}f} {prefix}{unit}"
-    return f"{count} {unit}"

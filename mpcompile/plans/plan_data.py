@@ -79,7 +79,8 @@ class PlanNode:
             )
         own = self.rule in ("policy", "captured", "update")
         if self.op == "getitem" and self.reads and not own:
-            return f"it is a part of the result of {self.reads[0]}: what changes that changes it"
+            part = f"it is a part of the result of {self.reads[0]}"
+            return f"{part}: what changes that changes it, too"
         names = not self.reads or (self.op in TABLE and TABLE[self.op].converts)
         named = names and self.rule == "table" and self.precision == "KEEP"
         sentence = "this version of mpcompile can't tell ({why})"

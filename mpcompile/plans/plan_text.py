@@ -16,7 +16,8 @@ from ..devices.cuda import AbsentGPU
 from ..devices.gpus import GPU
 from ..devices.registry import capabilities
 from ..ir import SHORT
-from .grid import ADDED, STYLES, Grid, Part, scaled
+from ..ir.text import scaled
+from .grid import ADDED, STYLES, Grid, Part
 from .plan_data import GraphData, PlanData, PlanNode
 from .tensor_core_report import TensorCoreOp
 

@@ -18,8 +18,8 @@ from torch import fx
 
 from .. import ir
 from ..ir.shapes import Alignment, Product, Size
+from ..ir.text import scaled
 from ..rules.policy import Precision
-from .grid import scaled
 
 _flops = functools.partial(scaled, unit="FLOP", digits=1)
 

@@ -137,12 +137,12 @@ def _below(nodes: Mapping[str, PlanNode], node: PlanNode) -> Iterator[tuple[str,
 
 
 _TERMS = {
-    "stored": "what values in FP32 take more",
     "time": "estimated times, as bytes that memory moves meanwhile",
     "doubt": "a tenth of those in half precision: estimates may be off",
     "weights": "casts of weights and of their gradients",
-    "view": "a cast after a view, not before it",
+    "stored": "what values in FP32 take more",
     "cast": "casts between neighbours",
+    "view": "a cast after a view, not before it",
 }
 
 
@@ -157,7 +157,8 @@ def what_was_weighed(one: Weighed, low: str) -> tuple[Grid, list[str]]:
     if ruled_out := [term for term, (_, other) in one.costs.items() if other >= NEVER]:
         return grid, [f"never {words[1]}, whatever it costs: {', '.join(ruled_out)}"]
     more = one.totals[1] - one.totals[0]
-    rows = {_TERMS.get(term, term): both for term, both in one.costs.items()}
+    terms = [term for term in dict.fromkeys([*_TERMS, *one.costs]) if term in one.costs]
+    rows = {_TERMS.get(term, term): one.costs[term] for term in terms}
     same = one.totals[0] - sum(chosen for chosen, _ in rows.values())
     for label, both in {**rows, "all else": (same, same), "together": one.totals}.items():
         grid.add(label, *(f"{cost / UNIT:,.{4 if 0 < more < UNIT else 0}f}" for cost in both))

@@ -26,6 +26,7 @@ from collections.abc import Mapping
 from torch import fx
 
 from mpcompile import ir, rules
+from mpcompile.ir.text import scaled
 from mpcompile.planner.constraints import Item, Rounded
 from mpcompile.planner.min_cut import NEVER, MinimumCut
 from mpcompile.planner.objective import UNIT, Objective
@@ -93,8 +94,9 @@ def _cut(objective: Objective) -> tuple[MinimumCut, dict[Item, bool]]:
 
 
 def _store_low(objective: Objective, node: fx.Node) -> None:
-    saved = _bytes_text(objective.terms[Rounded(node)].full.get("stored", 0))
-    reason = f"{ir.mark(node).reason}; its result is stored low, {saved} less traffic"
+    saved = objective.terms[Rounded(node)].full.get("stored", 0) // UNIT
+    less = f"its result is stored low, {scaled(saved, 'B', 1)} less traffic"
+    reason = f"{ir.mark(node).reason}; {less}"
     ir.set_stored_low(node)
     ir.remark(node, reason=reason)
 
@@ -113,20 +115,12 @@ def _reason(objective: Objective, node: fx.Node, best: Mapping[Item, bool], low:
         return f"{rule}; the widest operand wins: {wide[0]} is FP32"
     if ir.kind(node) is rules.Kind.VIEW:
         return f"{rule}; a cast costs less {'before' if low else 'after'} it"
-    stored = costs.full.get("stored", 0)
+    stored = costs.full.get("stored", 0) // UNIT
     if low and stored:
-        return f"{rule}; stored: FP32 would take {_bytes_text(stored)} more traffic"
+        return f"{rule}; stored: FP32 would take {scaled(stored, 'B', 1)} more traffic"
     if low:
         return f"{rule}; beside low values: no cast"
     return f"{rule}; nothing stores it: FP32 is free in its kernel"
-
-
-def _bytes_text(cost: int) -> str:
-    count = cost / UNIT
-    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if count >= size:
-            return f"{count / size:.1f} {unit}"
-    return f"{count:.0f} B"
 
 
 def _lower_everything(graph: fx.Graph, config: Config) -> None:

@@ -76,9 +76,12 @@ def test_everything_is_on_the_chart(counts: dict[int, int]) -> None:
             assert bar.left + 1 < chart.high
             assert 0 < height(chart, bar.percent) <= 1
     assert chart.low < -25 < 16 < chart.high
-    assert all(chart.low + 3 <= tick <= chart.high and tick % 5 == 0 for tick in chart.ticks)
-    assert chart.ticks[0] - 5 < chart.low + 3
-    assert chart.ticks[-1] + 5 > chart.high
+    step = chart.ticks.step
+    assert all(chart.low + 3 <= tick <= chart.high and tick % step == 0 for tick in chart.ticks)
+    assert step % 5 == 0
+    assert chart.ticks[0] - step < chart.low + 3
+    assert chart.ticks[-1] + step > chart.high
+    assert chart.x(step) - chart.x(0) > 30  # "-100" in letters of 11 units, and a space
     assert 0 < height(chart, chart.zeros) <= 1
     assert height(chart, 100) == 1
     assert height(chart, chart.decades[-1]) == 0

@@ -19,12 +19,14 @@ from torch import fx, nn
 
 from mpcompile import ir
 from mpcompile.planner.constraints import Item, Rounded
-from mpcompile.planner.min_cut import NEVER, minimum_cut
+from mpcompile.planner.min_cut import NEVER, MinimumCut
 from mpcompile.planner.objective import Objective
 from mpcompile.profile import Profile
 from mpcompile.rules.policy import Config, Level, Policy, Precision
 
 # -- plans -----------------------------------------------------------------------------------------
+
+Labels = tuple[bool, ...]
 
 
 def total(objective: Objective, low: Mapping[Item, bool]) -> int:
@@ -45,16 +47,21 @@ def decided(item: Item) -> bool:
     return ir.precision(item) is Precision.LOW
 
 
-def cheapest(graph: fx.Graph, config: Config) -> dict[Item, bool]:
-    """Of the assignments that cost least, the one with the fewest LOW; each is tried."""
+def each_assignment(graph: fx.Graph, config: Config) -> tuple[list[Item], dict[Labels, int]]:
+    """The items to decide, and what each way to label them costs."""
     objective = Objective(graph, config)
     known = {n: ir.precision(n) is Precision.LOW for n in graph.nodes if n not in objective.terms}
     items = objective.constraints.open
     assert len(items) <= 12, f"{len(items)} items: too many to try each assignment"
-    costs = {
+    return items, {
         labels: total(objective, {**known, **dict(zip(items, labels, strict=True))})
         for labels in itertools.product((False, True), repeat=len(items))
     }
+
+
+def cheapest(graph: fx.Graph, config: Config) -> dict[Item, bool]:
+    """Of the assignments that cost least, the one with the fewest LOW."""
+    items, costs = each_assignment(graph, config)
     best = [labels for labels, cost in costs.items() if cost == min(costs.values())]
     return dict(zip(items, min(best, key=sum), strict=True))
 
@@ -85,6 +92,11 @@ def is_optimal(stage: Stage) -> int:
         for node in slower:
             ir.remark(node, precision=Precision.FULL, by=ir.By.PLAN)
     assert found == {**wanted, **best}
+    items, costs = each_assignment(graph, stage.config)
+    cut = ir.cut(getattr(items[0], "node", items[0])) if items else MinimumCut((), (), (), ())
+    for i, one in enumerate(cut.weighed(cut.items)):  # what a plan says of each
+        other = min(cost for labels, cost in costs.items() if labels[i] is not one.low)
+        assert one.totals == (min(costs.values()), other)
     fixed = {n: mark for n, mark in before.items() if n not in found}
     for node, mark in fixed.items():  # a reason may gain words on how the result is stored
         now = after[node]
@@ -178,11 +190,19 @@ def cost_of(
     return own
 
 
-def all_best(low: list[int], full: list[int], pairs: Pairs) -> list[tuple[bool, ...]]:
-    """The labellings of least cost."""
-    every = list(itertools.product((False, True), repeat=len(low)))
-    least = min(cost_of(labels, low, full, pairs) for labels in every)
-    return [labels for labels in every if cost_of(labels, low, full, pairs) == least]
+def cut_of(low: list[int], full: list[int], pairs: Pairs) -> MinimumCut:
+    low_terms, full_terms = (tuple({"own": cost} for cost in side) for side in (low, full))
+    names = tuple(map(str, range(len(low))))
+    return MinimumCut(names, low_terms, full_terms, tuple((*e, *c) for e, c in pairs.items()))
+
+
+def minimum_cut(low: list[int], full: list[int], pairs: Pairs) -> list[bool]:
+    return cut_of(low, full, pairs).best()
+
+
+def each_cost(low: list[int], full: list[int], pairs: Pairs) -> dict[Labels, int]:
+    every = itertools.product((False, True), repeat=len(low))
+    return {labels: cost_of(labels, low, full, pairs) for labels in every}
 
 
 # Few values, so that ties are common; 0 and NEVER among them.
@@ -205,10 +225,30 @@ def problems(draw: st.DrawFn) -> Problem:
 @given(problems())
 def test_the_total_is_the_least_and_the_low_items_are_the_fewest(problem: Problem) -> None:
     low, full, pairs = problem
-    best = all_best(low, full, pairs)
+    costs = each_cost(low, full, pairs)
+    best = [labels for labels, cost in costs.items() if cost == min(costs.values())]
     found = tuple(minimum_cut(low, full, pairs))
     assert found in best
     assert [labels for labels in best if sum(labels) <= sum(found)] == [found]
+
+
+@settings(deadline=None, max_examples=400)
+@given(problems())
+def test_with_the_other_label_the_rest_is_free_and_changes_no_more_than_it_must(
+    problem: Problem,
+) -> None:
+    cut, costs = cut_of(*problem), each_cost(*problem)
+    best = cut.best()
+    for i, one in enumerate(cut.weighed(cut.items)):
+        other = {labels: cost for labels, cost in costs.items() if labels[i] is not best[i]}
+        least = min(other.values())
+        assert one.totals == (min(costs.values()), least)
+        assert sum(b - a for a, b in one.costs.values()) == least - one.totals[0]
+        changed = {i, *map(int, one.others)}
+        assert other[tuple(low is not (j in changed) for j, low in enumerate(best))] == least
+        alike = (labels for labels, cost in other.items() if cost == least)
+        fewest = min(sum(a is not b for a, b in zip(x, best, strict=True)) for x in alike)
+        assert len(changed) == fewest
 
 
 @settings(deadline=None, max_examples=200)

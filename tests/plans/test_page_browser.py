@@ -9,6 +9,7 @@ import page_plans
 import pytest
 from browser import CHROMEDRIVER, CHROMIUM, WIDTHS, browser, cut_at, opened
 
+from mpcompile.planner.min_cut import NEVER
 from mpcompile.plans.graph_plan import PlanNode
 from mpcompile.plans.model_plan import Plan
 
@@ -133,14 +134,13 @@ def test_the_panel_tells_all(read: Callable[[str], Reader]) -> None:
     links = {link.text.partition(":")[0]: link for link in reader.all("#panel li .link")}
     assert set(line.reads) <= set(links)
     reader = read("resnet")
-    costly = next(node for node in reader.plan.nodes if node.costs and node.costs["full"])
-    reader.click(f".row[data-key='0/{costly.name}']")
-    assert "COST TERMS" in reader.panel
-    terms = reader.driver.find_element(By.CSS_SELECTOR, "#panel tr.total").text.split(maxsplit=3)
-    assert terms[:3] == ["together", "0", "B"]
-    number, unit = terms[3].split()
-    full = sum(costly.costs["full"].values()) if costly.costs else 0
-    assert float(number) * {"B": 1, "kB": 1e3, "MB": 1e6}[unit] == pytest.approx(full, rel=0.01)
+    graph = reader.plan.graphs[0]
+    one = next(x for x in graph.weighed(n.name for n in graph.nodes) if 0 < x.totals[1] < NEVER)
+    reader.click(f".row[data-key='0/{one.name}']")
+    assert "WHAT THE PLANNER WEIGHED" in reader.panel
+    (total,) = (x for x in graph.why(one.name).splitlines() if x.startswith("  together"))
+    shown = reader.driver.find_element(By.CSS_SELECTOR, "#panel tr.total").text
+    assert shown.split() == total.split()
 
 
 def test_links_lead_to_operands_and_back(read: Callable[[str], Reader]) -> None:

@@ -2,6 +2,8 @@
 
 import contextlib
 import functools
+import importlib.util
+import re
 
 import pytest
 import torch
@@ -10,7 +12,10 @@ from plans import cast, graph, large, node, plan
 from small_calls import Calls, X, in_two_graphs
 from torch import nn
 
+from benchmarks.zoo.catalogue import LIBRARIES
 from mpcompile import MPCompileError, compiled_plans, mpcompile, plan_for
+from mpcompile.demo.gpt import GPT, GPTConfig
+from mpcompile.planner.min_cut import NEVER, MinimumCut
 from mpcompile.plans import Plan
 from mpcompile.plans.graph_plan import BackwardNode
 
@@ -82,16 +87,60 @@ def test_the_casts_and_pads_around_it() -> None:
 
 
 def test_its_costs() -> None:
-    costs = {"low": {"time": 1000, "doubt": 100}, "full": {"time": 3000, "stored": 24}}
-    text = plan(graph(node("a", costs=costs))).why("a")
-    cells = [line.split() for line in text.splitlines()[-4:]]
-    assert cells == [
-        ["time", "1,000", "3,000"],
-        ["doubt", "100", "0"],
-        ["stored", "0", "24"],
-        ["together", "1,100", "3,024"],
-    ]
-    assert "costs" not in plan(graph(node("a"))).why("a")
+    """`b` costs nothing itself and follows `a`, for a cast between the two costs something."""
+    low, full = {"time": 16_000, "doubt": 1_600}, {"time": 48_000, "stored": 384}
+    cut = MinimumCut(("a", "b"), (low, {}), (full, {}), ((0, 1, 32, 32),))
+    text = plan(graph(node("a"), node("b"), cuts=(cut,))).why("a")
+    rows = [re.split("  +", line.strip()) for line in text.splitlines()[-7:]]
+    assert [row[1:] for row in rows[:-1]] == [
+        ["FP16, as planned", "FP32"], ["1,000", "3,000"], ["100", "0"], ["0", "24"], ["0", "0"],
+        ["1,100", "3,024"],
+    ]  # fmt: skip
+    assert rows[1][0].startswith("estimated times")
+    assert rows[-1] == ["FP32 would take along: b"]
+    assert "as planned" not in plan(graph(node("a"))).why("a")
+
+
+@pytest.mark.parametrize(
+    ("low", "says"),
+    [
+        ({}, "the same in either: then FP32"),
+        ({"x is FP32": NEVER}, "never FP16, whatever it costs: x is FP32"),
+    ],
+)
+def test_where_no_cost_decides(low: dict[str, int], says: str) -> None:
+    cut = MinimumCut(("a",), (low,), ({},), ())
+    assert plan(graph(node("a"), cuts=(cut,))).why("a").splitlines()[-1] == f"  {says}"
+
+
+@pytest.mark.slow("plans of whole models")
+@pytest.mark.filterwarnings("ignore")  # torch warns of other libraries
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize(
+    "name", ["demo", "transformers/bert", "transformers/t5", "timm/resnet10t", "timm/swin"]
+)
+def test_what_is_planned_never_costs_more_than_the_other(name: str, level: str) -> None:
+    library, _, of = name.partition("/")
+    if of and importlib.util.find_spec(library) is None:
+        pytest.skip("not installed")
+    entry, tokens = LIBRARIES[library][of] if of else None, torch.zeros(2, 32, dtype=torch.int64)
+    model = mpcompile(entry.build() if entry else GPT(GPTConfig()), level=level, emit="eager")
+    entry.loss(model, entry.draw(torch.Generator())) if entry else model(tokens, tokens)
+    weighed = 0
+    for compiled in compiled_plans(model):
+        nodes = {node.name: node for node in compiled.nodes}
+        answers = {one.name: one for one in compiled.weighed(nodes)}
+        assert {x.name for x in compiled.nodes if x.rule == "plan"} <= answers.keys()
+        weighed += len(answers)
+        for one in answers.values():
+            planned, other = one.totals
+            assert planned < other if one.low else planned <= other
+        for of in answers.keys() & nodes.keys():
+            assert answers[of].low is (nodes[of].precision == "LOW")
+            for line in lines(compiled.why(of), "together"):
+                first, second = (float(x.replace(",", "")) for x in line.split()[1:])
+                assert first <= second
+    assert weighed
 
 
 def test_its_backward() -> None:

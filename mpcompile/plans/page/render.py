@@ -16,8 +16,8 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
+from ...ir.text import scaled
 from ...planner.min_cut import OF_RESULT
-from ..grid import scaled
 from ..partitioned import BackwardNode
 from ..plan_data import GraphData, Line, PlanData, PlanNode
 from ..plan_text import bytes_by_dtype, dtype_word, has_units, outside, verdict
