@@ -12,14 +12,7 @@ from torch import fx
 
 from mpcompile import LossScale, ir
 from mpcompile.ir import aten
-from mpcompile.ir.scale import (
-    INIT_SCALE,
-    STATE_DTYPES,
-    ScaleRule,
-    ScaleState,
-    settled,
-    updated,
-)
+from mpcompile.ir.scale import INIT_SCALE, STATE_DTYPES, ScaleRule, ScaleState, settled, updated
 from mpcompile.ir.step_config import SKIPPED, Slot, StepConfig
 from mpcompile.optim.decide import graph_of_decision
 

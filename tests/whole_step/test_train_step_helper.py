@@ -8,14 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from mpcompile import (
-    LossScale,
-    MPCompileError,
-    MPOptimizer,
-    compiled_plans,
-    mpcompile,
-    train_step,
-)
+from mpcompile import LossScale, MPCompileError, MPOptimizer, compiled_plans, mpcompile, train_step
 
 
 class TwoInputs(nn.Module):
