@@ -177,7 +177,6 @@ WRITES: dict[str, Callable[[torch.Tensor], Any]] = {
     "/=": lambda h: operator.itruediv(h, 2),
     "*=": lambda h: operator.imul(h, h.detach()),
     "-=": lambda h: operator.isub(h, 2),
-    "//=": lambda h: operator.ifloordiv(h.mul_(8), 2),
     "%=": lambda h: operator.imod(h, 2),
     "xlogy_": lambda h: h.xlogy_(2),
     "ldexp_": lambda h: h.ldexp_(torch.tensor(1)),
