@@ -34,7 +34,9 @@ def saved(policy: Policy, path: Any) -> Any:
 # What gives a layer another dtype: of its word, and a folder.
 POLICIES: dict[str, Any] = {
     "modules": lambda word, folder: Policy(modules={"a": word}),
-    "a long word": lambda word, folder: Policy(modules={"a": word.replace("p", "loat")}),
+    "a long word": lambda word, _: Policy(
+        modules={"a": word.replace("p", "").replace("f", "float")}
+    ),
     "capitals": lambda word, folder: Policy(modules={"a": word.upper()}),
     "a regex": lambda word, folder: Policy(modules={"^[a]$": word}),
     "the last that matches": lambda word, folder: Policy(modules={"a": "fp32", "^a": word}),
@@ -61,19 +63,20 @@ def test_of_a_compiled_module(by: str, how: Any, tmp_path: Any) -> None:
     mpcompile(model, policy=policy, **how)
     model(torch.rand(4, 16)).sum().backward()
     (plan,) = compiled_plans(model)
-    name = str(other).removeprefix("torch.")
+    name, own = (str(one).removeprefix("torch.") for one in (other, dtype))
     low = {node.module: node.low for node in plan.nodes if node.op == "aten::linear"}
     assert low == {"a": name, "b": ""}
     lines = str(plan).splitlines()
-    assert lines[0].startswith(f"{level} on cpu: 2 of 2 products in BF16/FP16")
+    words = f"{WORDS[other]}/{WORDS[dtype]}"  # as they come in the program
+    assert lines[0].startswith(f"{level} on cpu: 2 of 2 products in {words}")
     rows = {line.split()[0]: line for line in lines if line[:2] in ("a ", "b ")}
     assert WORDS[other] in rows["a"]
     assert WORDS[dtype] in rows["b"]
     assert WORDS[other] in str(plan.why("a"))
-    assert str(plan.full()).startswith(f"{level} bfloat16/float16 on cpu")
+    assert str(plan.full()).startswith(f"{level} {name}/{own} on cpu")
     data = json.loads(json.dumps(plan.to_dict()))
     assert [n["low"] for n in data["nodes"] if n["op"] == "aten::linear"] == [name, ""]
-    assert type(plan).from_dict(data).low_dtypes == ["bfloat16", "float16"]
+    assert type(plan).from_dict(data).low_dtypes == [name, own]
     plan.to_html(html := tmp_path / "plan.html")
     assert f"LOW, {WORDS[other]}" in html.read_text()
 
