@@ -88,10 +88,7 @@ def plans(gpu: str) -> str:
     return "\n".join(line for model, products in found.items() for line in (model, *products))
 
 
-@pytest.mark.parametrize(
-    ("gpu", "rows"),
-    [("h100", 4095), ("t4", 4096), ("v100", 4096)],
-)
+@pytest.mark.parametrize(("gpu", "rows"), [("h100", 4095), ("t4", 4096), ("v100", 4096)])
 def test_plans(gpu: str, rows: int) -> None:
     """Before Ampere the number of rows counts, too: they are padded as well. By the estimate of an
     H100 the last product, which is small, would be FP32; no estimate makes it so.

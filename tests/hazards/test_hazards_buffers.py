@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from compare import LEVELS, assert_near, check, fallback_reason, leaf
+from compare import COMBINED, EMITS, LEVELS, assert_near, check, fallback_reason, leaf
 from module_of import module_of
 from torch import nn
 from torch.nn.utils.parametrizations import spectral_norm
@@ -107,9 +107,7 @@ def floats(net: nn.Module) -> list[torch.Tensor]:
 
 @pytest.mark.slow_rows("several programs each", but=8)
 @LEVELS
-@pytest.mark.parametrize(
-    "emit", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow("Inductor"))]
-)
+@EMITS
 @pytest.mark.parametrize("loop", ["plain", "MPOptimizer", "train_step"])
 @pytest.mark.parametrize("named", MODELS)
 def test_they_stay_finite(named: str, loop: str, emit: str, level: str) -> None:
@@ -217,13 +215,11 @@ def writing(case: str) -> nn.Module:
     return module_of(forward, **layers)
 
 
-@LEVELS
+@COMBINED
 @pytest.mark.parametrize("case", [*WITHOUT_GRAD, *OUTSIDE_OF_AUTOGRAD])
-def test_a_parameter_written_before_it_is_read(case: str, level: str) -> None:
+def test_a_parameter_written_before_it_is_read(case: str, how: Any) -> None:
     """What is multiplied after it stays in FP32, and no more."""
-    result = check(
-        writing(case), leaf(8, 16), level=level, emit="aot_eager", steps=3, low=["linear"]
-    )
+    result = check(writing(case), leaf(8, 16), steps=3, low=["linear"], **how)
     wide = {n.module for plan in result.plans for n in plan.nodes
             if n.op == "aten::linear" and n.precision == "FULL"}  # fmt: skip
     assert wide <= {"last"}
@@ -253,15 +249,15 @@ def test_its_working_copy_is_not_read(case: str) -> None:
         torch.testing.assert_close(p, q, atol=2e-3, rtol=1e-2)
 
 
-@LEVELS
+@COMBINED
 @pytest.mark.parametrize("layer", [nn.Embedding, nn.EmbeddingBag])
-def test_a_table_that_is_renormalised(layer: Any, level: str) -> None:
+def test_a_table_that_is_renormalised(layer: Any, how: Any) -> None:
     def forward(m: Any, ids: torch.Tensor) -> Any:
         return m.linear(m.table(ids))
 
     net = module_of(forward, table=layer(20, 16, max_norm=1.0), linear=nn.Linear(16, 4))
     ids = torch.randint(20, (8, 3))
-    check(net, ids, level=level, emit="aot_eager", steps=2, low=["linear"])
+    check(net, ids, steps=2, low=["linear"], **how)
 
 
 def test_a_parameter_read_before_it_is_written() -> None:

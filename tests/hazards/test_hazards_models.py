@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from compare import LEVELS, SETTINGS, assert_near, check, fallback_reason, leaf
+from compare import COMBINED, LEVELS, SETTINGS, assert_near, check, fallback_reason, leaf
 from module_of import module_of
 from torch import nn
 from torch.nn.utils import parametrizations
@@ -131,6 +131,65 @@ MODELS = {
 @pytest.mark.parametrize("name", MODELS)
 def test_models(name: str, level: str, emit: str) -> None:
     check(MODELS[name](), leaf(2, 4, 16), level=level, emit=emit)
+
+
+# A weight that is made of a direction and a gain, `g` of all or one of each row, column or head.
+GAINS: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
+    "of all": lambda m, v: m.g * v / v.norm(),
+    "of rows": lambda m, v: m.rows * v / v.norm(dim=1, keepdim=True),
+    "of columns": lambda m, v: m.columns * v / v.norm(dim=0, keepdim=True),
+    "normalised": lambda m, v: m.rows * F.normalize(v),
+    "exponentiated": lambda m, v: m.g.exp() * v / v.norm(),
+    "with a floor": lambda m, v: m.g * v / v.norm().clamp(min=1e-3),
+    "rooted": lambda m, v: m.g * v * v.square().sum().rsqrt(),
+    "standardised": lambda m, v: m.rows * (v - v.mean(1, keepdim=True)) / v.std(1, keepdim=True),
+    "of the largest": lambda m, v: m.g * v / v.abs().max(),
+    "of heads": lambda m, v: (m.g * F.normalize(v.view(4, 4, 16), dim=(1, 2))).view(16, 16),
+    "of a mean": lambda m, v: m.g * v / v.abs().mean(),
+    "added": lambda m, v: v + m.g * v / v.norm(),
+}
+PARAMETRIZED: dict[str, Callable[[], nn.Module]] = {
+    "weight_norm": lambda: parametrizations.weight_norm(nn.Linear(16, 16)),
+    "weight_norm of columns": lambda: parametrizations.weight_norm(nn.Linear(16, 16), dim=1),
+    "weight_norm of all": lambda: parametrizations.weight_norm(nn.Linear(16, 16), dim=None),
+    **{name: lambda gain=gain: gained(gain) for name, gain in GAINS.items()},
+}
+
+
+def gained(gain: Callable[[Any, torch.Tensor], torch.Tensor]) -> nn.Module:
+    sizes = {"v": (16, 16), "g": (), "rows": (16, 1), "columns": (1, 16)}
+    parts = {name: nn.Parameter(torch.empty(size)) for name, size in sizes.items()}
+    return module_of(lambda m, x: F.linear(x, gain(m, m.v)), **parts)
+
+
+@COMBINED
+@pytest.mark.parametrize("name", PARAMETRIZED)
+def test_gains_are_no_further_off_than_autocasts(name: str, how: Any) -> None:
+    net = nn.Sequential(PARAMETRIZED[name](), nn.ReLU(), nn.Linear(16, 8))
+    peer, exact = copy.deepcopy(net), copy.deepcopy(net).double()
+    model, dtype = mpcompile(net, **how), how["dtype"]
+    off: dict[nn.Module, list[torch.Tensor]] = {net: [], peer: []}
+    for _ in range(8):  # the gradient of a gain is one number, off by more or less
+        with torch.no_grad():
+            for p in net.parameters():
+                p.copy_(torch.randn_like(p) / 4 + (0 if p.numel() > 16 else 1))
+        x = torch.randn(64, 16)
+        for own in (peer, exact):
+            own.load_state_dict(net.state_dict())
+        exact(x.double()).square().mean().backward()
+        model(x).square().mean().backward()
+        with torch.autocast("cpu", dtype=dtype):
+            out = peer(x)
+        out.float().square().mean().backward()
+        wanted = [p.grad for p in exact.parameters()]
+        for own, errors in off.items():
+            grads = [p.grad for p in own.parameters()]
+            pairs = zip(grads, wanted, strict=True)
+            errors += [(g - w).norm() / w.norm() for g, w in pairs if w is not None]
+        for own in (net, peer, exact):
+            own.zero_grad()
+    ours, autocast = (torch.stack(errors).square().mean().sqrt() for errors in off.values())
+    assert ours <= 1.5 * autocast + torch.finfo(dtype).eps / 4
 
 
 @pytest.mark.filterwarnings("ignore:mpcompile. 50% of the product FLOPs of Hooked ran in compiled")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from compare import LEVELS, MLP, SETTINGS, assert_near, check, leaf
+from compare import DTYPES, EMITS, LEVELS, MLP, SETTINGS, assert_near, check, leaf
 from torch import nn
 from torch.autograd import graph
 from torch.nn import functional as F
@@ -185,11 +185,9 @@ LOOPS: dict[str, Callable[[nn.Module], None]] = {
 
 
 @pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled")
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
+@DTYPES
 @pytest.mark.parametrize("level", ["O0", "O1", "O2"])
-@pytest.mark.parametrize(
-    "emit", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow("Inductor"))]
-)
+@EMITS
 @pytest.mark.parametrize("named", LOOPS)
 def test_the_gradients_are_those_of_fp32(
     named: str, emit: str, level: str, dtype: torch.dtype

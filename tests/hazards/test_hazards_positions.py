@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from compare import COMBINED, DTYPES
+from module_of import module_of
 from torch import nn
 
 from mpcompile import compiled_plans, mpcompile
@@ -278,9 +280,6 @@ def errors(
     return found
 
 
-DTYPES = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
-
-
 @pytest.mark.slow_rows("a matrix of trainings against FP64")
 @pytest.mark.sampled(3)
 @DTYPES
@@ -302,3 +301,53 @@ def test_a_bound_close_to_1_keeps_its_gradients(case: str, dtype: torch.dtype) -
     for mine, o1 in zip(found["O2"], found["O1"], strict=True):
         assert o1 <= 64 * torch.finfo(dtype).eps, found
         assert mine <= 1.5 * o1 + torch.finfo(dtype).eps / 2, found
+
+
+# -- what sees a rounding --------------------------------------------------------------------------
+
+
+# A backward that asks which element a maximum was, and a compiler that leaves out a rounding.
+CHOSEN: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "amax": lambda h: h.amax(1),
+    "amin": lambda h: h.amin(1),
+    "max": lambda h: h.max(1)[0],
+    "aminmax": lambda h: torch.cat(torch.aminmax(h, dim=1), -1),
+    "a kept amax": lambda h: h / h.amax(-1, keepdim=True).add(1),
+    "of all": lambda h: h * h.amax(),
+    "median": lambda h: h.median(1)[0],
+    "kthvalue": lambda h: h.kthvalue(3, 1)[0],
+    "topk": lambda h: h.topk(5, 1)[0].sum(1),
+    "sort": lambda h: h.sort(1)[0][:, :8].sum(1),
+    "cummax": lambda h: h.cummax(1)[0].mean(1),
+    "equal": lambda h: (h * (h == h.amax(1, keepdim=True))).sum(1),
+    "a threshold": lambda h: (h * (h >= h.topk(4, 1)[0][:, -1:])).sum(1),
+    "gathered": lambda h: h.gather(1, h.argmax(1, keepdim=True)).sum(1),
+    "one of many": lambda h: (h * F.one_hot(h.argmax(-1), h.shape[-1])).sum(1),
+    "a largest norm": lambda h: h.norm(float("inf"), dim=1),
+    "pooled": lambda h: F.max_pool1d(h.transpose(1, 2), 4).sum(2),
+    "unpooled": lambda h: F.max_unpool1d(
+        *F.max_pool1d(h.transpose(1, 2), 4, return_indices=True), 4
+    ).sum(2),
+    "adaptive": lambda h: F.adaptive_max_pool1d(h.transpose(1, 2), 4).sum(2),
+    "scattered": lambda h: torch.zeros(4, 8, 96, dtype=h.dtype).scatter_reduce(
+        1, (torch.arange(64) % 8)[None, :, None].expand_as(h), h, "amax"
+    ).sum(1),
+}  # fmt: skip
+
+
+@COMBINED
+@pytest.mark.parametrize("named", CHOSEN)
+def test_what_sees_a_rounding_has_eagers_gradients(named: str, how: Any) -> None:
+    def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
+        return m.b(CHOSEN[named](F.gelu(m.a(x)))).square().mean()
+
+    torch.manual_seed(0)
+    net, x = module_of(forward, a=nn.Linear(96, 96), b=nn.LazyLinear(8)), torch.randn(4, 64, 96)
+    net(x)
+    exact = run(copy.deepcopy(net).double(), x.double())[1]
+    off = []
+    for emit in ("eager", how["emit"]):
+        torch._dynamo.reset()
+        own = mpcompile(copy.deepcopy(net), **{**how, "emit": emit})
+        off.append(float((run(own, x)[1] - exact).norm() / exact.norm()))
+    assert off[1] <= 1.5 * off[0] + torch.finfo(how["dtype"]).eps

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from compare import LEVELS, check, leaf
+from compare import COMBINED, EMITS, LEVELS, check, leaf
 from module_of import module_of
 from torch import nn
 
@@ -176,9 +176,7 @@ CASES = [
 
 
 @LEVELS
-@pytest.mark.parametrize(
-    "emit", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow("Inductor"))]
-)
+@EMITS
 @pytest.mark.parametrize(("name", "size", "inner"), CASES, ids=[name for name, _, _ in CASES])
 def test_its_gradients_stay_in_range(
     name: str, size: float, inner: Inner, emit: str, level: str
@@ -258,25 +256,21 @@ BOUNDS: dict[str, Bound] = {
 
 
 @pytest.mark.slow_rows("several programs each", but=8)
-@LEVELS
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
-@pytest.mark.parametrize(
-    "emit", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow("Inductor"))]
-)
+@COMBINED
 @pytest.mark.parametrize("named", BOUNDS)
-def test_its_gradients_follow_fp64(named: str, emit: str, dtype: torch.dtype, level: str) -> None:
+def test_its_gradients_follow_fp64(named: str, how: Any) -> None:
     # In one draw of several a probability lies so near the bound that the products' own rounding
     # puts it on the other side, at any level.
-    assert statistics.median(off(named, emit, dtype, level, seed) for seed in range(3)) < 0.02
+    assert statistics.median(off(named, how, seed) for seed in range(3)) < 0.02
 
 
-def off(named: str, emit: str, dtype: torch.dtype, level: str, seed: int) -> float:
+def off(named: str, how: Any, seed: int) -> float:
     torch.manual_seed(seed)
     net, exact = Bounded(BOUNDS[named]), Bounded(BOUNDS[named])
     exact.load_state_dict(net.state_dict())
     x, t = 2 * torch.randn(32, 16), (torch.rand(32, 8) > 0.5).float()
     exact.double()(x.double(), t.double()).backward()
-    mpcompile(net, dtype=dtype, level=level, emit=emit)(x, t).backward()
+    mpcompile(net, **how)(x, t).backward()
     wanted = exact.a.weight.grad
     return float((net.a.weight.grad.double() - wanted).norm() / wanted.norm())
 
@@ -293,10 +287,9 @@ STEEP: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-@LEVELS
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
+@COMBINED
 @pytest.mark.parametrize("named", STEEP)
-def test_before_other_steep_operators(named: str, dtype: torch.dtype, level: str) -> None:
+def test_before_other_steep_operators(named: str, how: Any) -> None:
     def forward(m: Any, x: torch.Tensor) -> Any:
         return STEEP[named]((6 * m.a(x)).sigmoid()).mean()
 
@@ -304,6 +297,6 @@ def test_before_other_steep_operators(named: str, dtype: torch.dtype, level: str
     net, x = module_of(forward, a=nn.Linear(16, 16)), torch.randn(32, 16)
     exact = copy.deepcopy(net).double()
     exact(x.double()).backward()
-    mpcompile(net, dtype=dtype, level=level, emit="aot_eager")(x).backward()
+    mpcompile(net, **how)(x).backward()
     wanted = exact.a.weight.grad
     assert (net.a.weight.grad.double() - wanted).norm() < 0.02 * wanted.norm()

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from compare import COMBINED
 from torch import nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
@@ -119,13 +120,13 @@ def step(model: nn.Module, optimizer: Any, x: torch.Tensor) -> None:
     optimizer.step()
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
+@COMBINED
 @pytest.mark.parametrize("late", [False, True], ids=["before", "after a step"])
 @pytest.mark.parametrize("share", ROWS)
-def test_a_write_is_seen(share: Callable[[nn.Module], Write], late: bool, dtype: Any) -> None:
+def test_a_write_is_seen(share: Any, late: bool, how: Any) -> None:
     net, x = made(), torch.randn(8, 16)
     write = None if late else share(net)
-    model = mpcompile(net, dtype=dtype, level="O2", emit="aot_eager")
+    model = mpcompile(net, **how)
     optimizer = MPOptimizer(torch.optim.SGD(net.parameters(), lr=0.01))
     step(model, optimizer, x)
     write = write or share(net)

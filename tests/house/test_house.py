@@ -54,10 +54,7 @@ def test_functions_are_short() -> None:
 
 # Where anything may be caught, how often, and why nothing narrower will do.
 BROAD = {
-    "mpcompile/compiler/backend.py": (
-        2,
-        "a graph that can't be rewritten stays in FP32",
-    ),
+    "mpcompile/compiler/backend.py": (2, "a graph that can't be rewritten stays in FP32"),
     "mpcompile/runtime/check_module.py": (1, "a user's model may fail to copy by anything"),
     "mpcompile/cli/machine.py": (1, "a compiler, or another torch, may raise anything"),
     "mpcompile/lower/tracing_settings.py": (1, "Inductor may fail by anything on such sizes"),

@@ -2,11 +2,13 @@
 activation checkpointing of both kinds.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from compare import EMITS
 from loops import MOSTLY_O1, O1, O2, PLAIN, WAYS, Way, agreeing
 from torch import nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
@@ -150,31 +152,58 @@ def block() -> nn.Module:
 
 
 class Deep(nn.Module):
-    def __init__(self, how: str) -> None:
+    def __init__(self, run: Callable[[Any, torch.Tensor], torch.Tensor]) -> None:
         super().__init__()
         self.blocks, self.head = nn.Sequential(block(), block()), nn.Linear(32, 5)
-        self.how, self.reentrant = how, "reentrant" in how
+        self.run = run
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if "sequential" in self.how:
-            x = checkpoint_sequential(self.blocks, 2, x, use_reentrant=self.reentrant)
-        for one in self.blocks if "loop" in self.how else ():
-            x = x + checkpoint(one, x, use_reentrant=self.reentrant)
-            if "broken" in self.how:
-                torch._dynamo.graph_break()
-        return self.head(x)
+        return self.head(self.run(self, x))
+
+
+def looped(m: Any, x: torch.Tensor, *, broken: bool = False, **how: Any) -> torch.Tensor:
+    for one in m.blocks:
+        x = x + checkpoint(one, x, **how)
+        if broken:
+            torch._dynamo.graph_break()
+    return x
+
+
+NEW: dict[str, Any] = {"use_reentrant": False}
+OLD: dict[str, Any] = {"use_reentrant": True}
+CHECKPOINTS: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
+    "loop": lambda m, x: looped(m, x, **NEW),
+    "reentrant loop": lambda m, x: looped(m, x, **OLD),
+    "reentrant broken loop": lambda m, x: looped(m, x, broken=True, **OLD),
+    "sequential": lambda m, x: checkpoint_sequential(m.blocks, 2, x, **NEW),
+    "reentrant sequential": lambda m, x: checkpoint_sequential(m.blocks, 2, x, **OLD),
+    "one segment": lambda m, x: checkpoint_sequential(m.blocks, 1, x, **OLD),
+    "a list": lambda m, x: checkpoint_sequential([*m.blocks], 2, x, **OLD),
+    "each layer": lambda m, x: checkpoint_sequential([*m.blocks[0], *m.blocks[1]], 8, x, **OLD),
+    "no generator": lambda m, x: looped(m, x, preserve_rng_state=False, **OLD),
+    "twice": lambda m, x: checkpoint_sequential(
+        m.blocks, 2, checkpoint_sequential(m.blocks, 2, x, **OLD), **OLD
+    ),
+    "a function": lambda m, x: checkpoint(lambda h: m.blocks(h) + h, x, **OLD),
+    "nested": lambda m, x: checkpoint(lambda h: looped(m, h, **NEW), x, **NEW),
+    "nested, reentrant": lambda m, x: checkpoint(lambda h: looped(m, h, **OLD), x, **OLD),
+    "sequential inside": lambda m, x: checkpoint(
+        lambda h: checkpoint_sequential(m.blocks, 2, h, **OLD), x, **OLD
+    ),
+    "unchecked": lambda m, x: looped(m, x, determinism_check="none", **NEW),
+}  # fmt: skip
 
 
 @WAYS
-@pytest.mark.parametrize(
-    "how", ["loop", "reentrant loop", "sequential", "reentrant sequential", "reentrant broken loop"]
-)
+@EMITS
+@pytest.mark.parametrize("how", CHECKPOINTS)
 @agreeing()
-def test_checkpoints_inside_the_compiled_model(how: str, way: Way) -> None:
+def test_checkpoints_inside_the_compiled_model(how: str, emit: str, way: Way) -> None:
     """All products are in graphs: strict. The input needs a gradient, as the reentrant kind demands
     of it.
     """
-    model = way.model(Deep(how))
+    way.emit = emit
+    model = way.model(Deep(CHECKPOINTS[how]))
     optimizer = way.optimizer(torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9))
     x, y = torch.randn(4, 8, 32), torch.randint(5, (4, 8))
     for step, update in way.updates(4, model, optimizer, planted=2):

@@ -32,6 +32,12 @@ def decided(planned: Any) -> dict[str, str]:
     return {n.name: n.precision for n in planned.nodes}
 
 
+PRODUCTS = {
+    f"aten::{name}"
+    for name in ("linear", "matmul", "addmm", "conv2d", "conv_transpose1d", "gru_cell")
+}
+
+
 # -- what the plan says ----------------------------------------------------------------------------
 
 
@@ -61,12 +67,39 @@ def test_the_profile_is_that_of_the_gpus_class(monkeypatch: pytest.MonkeyPatch) 
     assert decided(plan_for(net(), X, device="t4"))["linear"] == "LOW"
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_a_named_dtype_is_used_though_the_profile_says_that_it_is_slower(
-    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+def perceptron(width: int, batch: int = 32) -> tuple[nn.Module, torch.Tensor]:
+    layers = nn.Linear(64, width), nn.GELU(), nn.Linear(width, 10)
+    return nn.Sequential(*layers), torch.randn(batch, 64)
+
+
+# Products too small to pay for a cast, by a data sheet.
+SMALL: dict[str, Callable[[], tuple[nn.Module, torch.Tensor]]] = {
+    **{f"width {n}": lambda n=n: perceptron(n) for n in (64, 96, 128, 256, 384, 512)},
+    "a single example": lambda: perceptron(256, 1),
+    "a large batch": lambda: perceptron(256, 4096),
+    "a convolution": lambda: (nn.Conv2d(8, 16, 3), torch.randn(2, 8, 16, 16)),
+    "a transposed one": lambda: (nn.ConvTranspose1d(8, 16, 4), torch.randn(2, 8, 16)),
+    "attention": lambda: (nn.TransformerEncoderLayer(64, 4, 128), torch.randn(16, 4, 64)),
+    "a cell": lambda: (nn.GRUCell(64, 64), torch.randn(8, 64)),
+    "an embedding": lambda: (
+        nn.Sequential(nn.Embedding(50, 64), nn.Linear(64, 8)), torch.randint(50, (8, 4))
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", ["auto", torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("device", ["h100", "h200", "a100", "t4"])
+@pytest.mark.parametrize("name", SMALL)
+def test_a_data_sheet_takes_no_product_out_of_the_low_dtype(
+    name: str, device: str, level: str, dtype: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MPCOMPILE_PROFILE", "")
-    assert decided(plan_for(net(), X, device="h100", dtype=dtype))["linear"] == "LOW"
+    model, x = SMALL[name]()
+    planned = plan_for(model, x, device=device, level=level, dtype=dtype)
+    products = [n.precision for n in planned.nodes if n.op in PRODUCTS]
+    assert products
+    assert set(products) == {"LOW"}
 
 
 def test_this_cpu_is_asked_for_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:

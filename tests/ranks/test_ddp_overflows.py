@@ -3,6 +3,7 @@
 Whatever one rank alone has seen, all decide alike; no rank waits for one that does not come.
 """
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -327,3 +328,26 @@ def _starts(rank: int) -> None:
 @pytest.mark.slow("trains on ranks")
 def test_ranks_start_alike() -> None:
     on_each_rank(_starts)
+
+
+def _statistics(rank: int) -> None:
+    """What one rank's forward wrote to a buffer in a step that all skip."""
+    for (level, ours), broadcast in itertools.product(ways(), (True, False)):
+        torch.manual_seed(0)
+        layers = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 4)
+        net = compiled(nn.Sequential(*layers), level)
+        model, optimizer = DDP(net, broadcast_buffers=broadcast), held(sgd(net), ours)
+        for step in range(4):
+            x = torch.randn(4, 8) * (2e5 if step == BAD and rank == 1 else 1.0)
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+        assert loss_scale_of(net).skipped_steps == 1
+        assert all(bool(b.isfinite().all()) for b in net.buffers())
+        check_same(net, loss_scale_of(net).state_dict())
+        assert bool(net.eval()(x[:1] / 2e5).isfinite().all())
+
+
+@pytest.mark.slow("trains on ranks")
+def test_buffers_of_a_skipped_step_stay_finite() -> None:
+    on_each_rank(_statistics)

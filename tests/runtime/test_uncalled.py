@@ -1,12 +1,15 @@
 """A module that is compiled and then trained without being called, as by a trainer."""
 
+import copy
 import gc
+import re
 import warnings
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from compare import COMBINED
 from torch import nn
 from torch.optim import optimizer as torch_optimizer
 
@@ -191,17 +194,52 @@ def test_a_checkpoint_that_is_loaded_before_the_first_call(generated: bool) -> N
     assert module in uncalled._waiting  # it is still looked after
 
 
+REPLACED = r"Calling.compile\(\) was called after mpcompile\(\) and took its place"
+
+
+def of_its_forward(module: nn.Module) -> None:
+    module.forward = torch.compile(module.forward, backend="eager")  # type: ignore[method-assign]
+
+
+# What a trainer does with a module that it is given. What it makes of it, if anything, is called.
+AGAIN: dict[str, Any] = {
+    "compile": lambda m: m.compile(backend="eager"),
+    "compile as one graph": lambda m: m.compile(backend="aot_eager", fullgraph=True),
+    "compile with sizes": lambda m: m.compile(backend="eager", dynamic=True),
+    "compile by a function": lambda m: m.compile(backend=lambda gm, _: gm),
+    "compile twice": lambda m: (m.compile(backend="eager"), m.compile(backend="eager"))[0],
+    "compile a part": lambda m: m.net.compile(backend="eager"),
+    "compile a parent": lambda m: (lambda parent: parent.compile(backend="eager") or parent)(
+        nn.Sequential(m)
+    ),
+    "torch.compile": lambda m: torch.compile(m, backend="eager"),
+    "torch.compile of a parent": lambda m: torch.compile(nn.Sequential(m), backend="eager"),
+    "torch.compile of a function": lambda m: torch.compile(lambda x: m(x), backend="eager"),
+    "torch.compile of its forward": of_its_forward,
+    "mpcompile": lambda m: mpcompile(m, emit="eager"),  # BF16, whose numbers FP16 has, too
+    "a copy": copy.deepcopy,
+}
+
+
+@COMBINED
 @pytest.mark.parametrize("called", [True, False])
-def test_a_call_that_is_replaced_is_said_at_once(called: bool) -> None:
-    """As by a trainer that compiles what it is given."""
-    module = mpcompile(Calling(), **OPTIONS)
+@pytest.mark.parametrize("way", AGAIN)
+def test_what_is_compiled_again_stays_low_or_it_is_said(way: str, called: bool, how: Any) -> None:
+    module: nn.Module = mpcompile(Calling(), **how)
     if called:
         assert not warned(module, optimizer_of(module))
-    with pytest.warns(MPCompileWarning, match=r"Calling.compile\(\) was called after") as caught:
-        module.compile(backend="eager")
-    assert [w.filename for w in caught] == [__file__]
-    mpcompile(module, **OPTIONS)
-    assert not warned(module, optimizer_of(module))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", MPCompileWarning)
+        made = AGAIN[way](module)
+    model = module if made is None else made
+    out = model(torch.randn(4, 8))
+    if said := [w for w in caught if w.category is MPCompileWarning]:
+        assert {w.filename for w in said} == {__file__}
+        assert all(re.search(REPLACED, str(w.message)) for w in said)
+        mpcompile(module, **how)
+        out = module(torch.randn(4, 8))
+    assert (out == out.to(how["dtype"])).all()
+    assert bool(said) == (way.startswith("compile") and way[8:] not in ("a part", "a parent"))
 
 
 def test_other_ends_of_a_call_are_not_said() -> None:

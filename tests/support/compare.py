@@ -20,8 +20,26 @@ TOLERANCE = {torch.float16: 1e-2, torch.bfloat16: 6e-2}
 
 
 LEVELS = pytest.mark.parametrize("level", ["O1", "O2"])
+DTYPES = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
+EMITS = pytest.mark.parametrize(
+    "emit", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow("Inductor"))]
+)
 # Both levels, both ways of running: by autograd, and by AOTAutograd's forward and backward graphs.
 SETTINGS = pytest.mark.parametrize(("level", "emit"), [("O1", "eager"), ("O2", "aot_eager")])
+# Both levels, both low dtypes, both ways of compiling.
+COMBINED = pytest.mark.parametrize(
+    "how",
+    [
+        pytest.param(
+            {"level": level, "dtype": dtype, "emit": emit},
+            id=f"{level}-{str(dtype).removeprefix('torch.')}-{emit}",
+            marks=[pytest.mark.slow("Inductor")] if emit == "inductor" else [],
+        )
+        for level in ("O1", "O2")
+        for dtype in TOLERANCE
+        for emit in ("aot_eager", "inductor")
+    ],
+)
 
 
 def leaf(*size: int) -> torch.Tensor:

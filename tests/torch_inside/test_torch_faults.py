@@ -14,11 +14,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.nn import functional as F
 
 import mpcompile
-from mpcompile.devices.torch_faults import (
-    FAULTS,
-    SCHEDULER_FORGETS_WRITES,
-    SHALLOW_VOLUMES,
-)
+from mpcompile.devices.torch_faults import FAULTS, SCHEDULER_FORGETS_WRITES, SHALLOW_VOLUMES
 from mpcompile.lower import write_order
 from mpcompile.lower.write_order import KeepOrder, inductor_for
 from mpcompile.passes.graph.guard_kernels import guard_kernels

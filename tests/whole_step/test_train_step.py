@@ -7,21 +7,15 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from compare import LEVELS, TOLERANCE
+from compare import DTYPES, LEVELS, TOLERANCE
 from torch import nn
 from whole_steps import batches, net
 
-from mpcompile import (
-    MPCompileWarning,
-    MPOptimizer,
-    compiled_plans,
-    mpcompile,
-)
+from mpcompile import MPCompileWarning, MPOptimizer, compiled_plans, mpcompile
 from mpcompile.compiler import backend
 
 pytestmark = pytest.mark.inside
 
-DTYPES = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
 Step = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 

@@ -14,11 +14,7 @@ pytestmark = pytest.mark.inside
 
 BF16 = Setting("O1", torch.bfloat16, False)
 SAMPLED = [
-    pytest.param(
-        case,
-        id=name,
-        marks=() if name in RICHEST.values() else REST,
-    )
+    pytest.param(case, id=name, marks=() if name in RICHEST.values() else REST)
     for name, case in cases()
 ]
 
