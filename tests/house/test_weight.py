@@ -15,7 +15,7 @@ LIMITS = {
     "lines of source": 42451,
     "lines of code": 26836,
     "files of source": 299,
-    "lines of tests": 63045,
+    "lines of tests": 62995,
     "warnings that count more than two frames": 18,
     "registries of modules": 28,
 }
