@@ -8,7 +8,6 @@ from typing import cast
 import pytest
 import torch
 
-from benchmarks.papers.task import QUALITY, Task, train
 from benchmarks.papers.tasks import grammar
 from benchmarks.papers.tasks.grammar import (
     NOUNS,
@@ -20,7 +19,6 @@ from benchmarks.papers.tasks.grammar import (
 )
 from benchmarks.papers.tasks.speech import (
     BLANK,
-    DEEP_SPEECH,
     FRAMES,
     LETTERS,
     PITCHES,
@@ -35,9 +33,7 @@ from benchmarks.papers.tasks.speech import greedy as heard
 from benchmarks.papers.tasks.translation import (
     BEGIN,
     END,
-    LSTM_ATTENTION,
     PAD,
-    TRANSFORMER,
     Corpus,
     LSTMTranslator,
     Transformer,
@@ -246,12 +242,3 @@ def test_bleu() -> None:
     assert bleu(["a b c d"], ["a b c d"]) == pytest.approx(100)
     # Shorter than it should be: every n-gram is right, and the penalty is exp(1 - 8 / 4).
     assert bleu(["a b c d"], ["a b c d e f g h"]) == pytest.approx(100 * math.exp(-1))
-
-
-@pytest.mark.slow("a benchmark's own test, which runs it small")
-@pytest.mark.parametrize("task", [DEEP_SPEECH, LSTM_ATTENTION, TRANSFORMER], ids=lambda t: t.name)
-def test_takes_two_steps(task: Task) -> None:
-    (o2,) = (way for way in QUALITY if way.name == "FP16 O2")
-    outcome = train(task, o2, 0, "eager", CPU, steps=2)
-    assert task.metric in outcome.metrics
-    assert all(map(math.isfinite, outcome.metrics.values()))

@@ -250,6 +250,7 @@ def test_a_low_product_without_units_is_no_share(capsys: Captured) -> None:
         (["some_nets:unnamed"], "returned a int as loss_fn; factory() must return (model, args)"),
         (["some_nets:five"], "some_nets:five() returned 5 values; factory() must return"),
         (["some_nets:good", "--device", "h10"], "unknown GPU 'h10'; did you mean 'h100'?"),
+        (["some_nets:good", "--device", "cpu"], "plan is for the device that the model is on"),
         (["some_nets:good", "--why", "nothing"], "'nothing'"),
         (["some_nets:good", "--diff", "none.json"], "none.json can't be read: No such file"),
         (["some_nets:good", "--diff", "some_nets.py"], "some_nets.py is not a plan: not JSON"),

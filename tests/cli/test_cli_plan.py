@@ -22,6 +22,7 @@ def tensor(): return nn.Linear(8, 8), torch.ones(8, 8)
 def swapped(): return (torch.ones(8, 8),), nn.Linear(8, 8)
 def fails(): raise OSError("no such weights")
 number = 3
+net = nn.Linear(8, 8)
 """
 
 
@@ -62,10 +63,14 @@ def test_the_command_in_json(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     ("target", "message"),
     [
         ("some_nets", "write the factory as pkg.module:factory"),
+        ("some_nets.good", "did you mean some_nets:good?"),
+        ("some_nets.py:good", "name the module, not its file; did you mean some_nets:good?"),
+        ("./some_nets.py:good", "name the module, not its file; did you mean some_nets:good?"),
         ("no_nets:good", "there is no module 'no_nets' in the current directory"),
         ("broken_nets:good", "broken_nets can't be imported: ModuleNotFoundError: No module named"),
         ("some_nets:godo", "some_nets has no 'godo'; did you mean 'good'?"),
         ("some_nets:number", "some_nets:number is a int, not a function"),
+        ("some_nets:net", "some_nets:net is a Linear, not a function"),
         ("some_nets:fails", "some_nets:fails() fails: OSError: no such weights ("),
         ("some_nets:one", "returned a Linear; factory() must return (model, args) or"),
         ("some_nets:tensor", "returned a Tensor as args; factory() must return"),
@@ -78,6 +83,7 @@ def test_a_factory_that_is_none(
     assert cli.main(["plan", target]) == 2
     captured = capsys.readouterr()
     assert message in squeezed(captured.err)
+    assert "Traceback" not in captured.err
     assert captured.out == ""
 
 

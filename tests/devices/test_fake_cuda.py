@@ -4,12 +4,11 @@
 """
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 from gpu_models import MODELS
-from gpus_by_name import needs_a_cpu_build, python, told
+from gpus_by_name import needs_a_cpu_build, told
 from plan_lines import lines_of
 
 from mpcompile import plan_for
@@ -28,7 +27,6 @@ def trained(gpu: str) -> list[dict[str, Any]]:
     return told("fake_cuda_training.py", gpu)
 
 
-IMPORT = "from benchmarks import fakecuda"
 each_gpu: Callable[..., Any] = pytest.mark.parametrize("gpu", GPUS)
 
 
@@ -109,26 +107,3 @@ conv2d: f16[64, 128, 56, 56] LOW
 conv2d_1: f16[64, 136, 26, 26] LOW
 linear: f16[64, 10] LOW"""
     assert plans(gpu) == expected
-
-
-def test_torch_before_fakecuda() -> None:
-    run = python("-c", "import torch; from benchmarks import fakecuda")
-    assert "import benchmarks.fakecuda before torch" in run.stderr
-
-
-def test_no_compiler(tmp_path: Path) -> None:
-    run = python("-c", IMPORT, PATH="", CXX="", XDG_CACHE_HOME=str(tmp_path))
-    assert "no C++ compiler: install g++, or set CXX to one" in run.stderr
-
-
-def test_a_compiler_that_fails(tmp_path: Path) -> None:
-    compiler = tmp_path / "c++"
-    compiler.write_text("#!/bin/sh\necho 'error: out of paper' >&2\nexit 1\n")
-    compiler.chmod(0o755)
-    run = python("-c", IMPORT, CXX=str(compiler), XDG_CACHE_HOME=str(tmp_path))
-    assert "can't compile guard.cpp: error: out of paper" in run.stderr
-
-
-def test_an_unknown_gpu() -> None:
-    run = python("-c", "from benchmarks import fakecuda; fakecuda.become('h10')")
-    assert "unknown GPU 'h10'; did you mean 'h100'?" in run.stderr

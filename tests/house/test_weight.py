@@ -12,10 +12,10 @@ from collections.abc import Iterator
 from repository import ROOT, sources
 
 LIMITS = {
-    "lines of source": 42004,
-    "lines of code": 26488,
+    "lines of source": 42110,
+    "lines of code": 26545,
     "files of source": 294,
-    "lines of tests": 63479,
+    "lines of tests": 63511,
     "warnings that count more than two frames": 18,
     "registries of modules": 28,
 }

@@ -159,17 +159,6 @@ def test_dtypes(dtype: Any) -> None:
     assert next(n.planned for n in plan.nodes if n.name == "linear") == f"{short}[4, 16]"
 
 
-def test_policy_by_op_module_and_node_beats_the_table() -> None:
-    policy = Policy(low=["softmax"], modules={"fc1": "fp32"}, nodes={"layer_norm": "low"})
-    _, (plan,) = run(Net(), policy=policy, dtype=torch.float16)
-    got = precisions(plan)
-    assert (got["linear"], got["linear_1"]) == ("FULL", "LOW")
-    assert (got["layer_norm"], got["softmax"]) == ("LOW", "LOW")
-    assert {n.rule for n in plan.nodes if n.name in ("linear", "layer_norm", "softmax")} == {
-        "policy"
-    }
-
-
 def test_policy_precedence_is_node_then_module_then_op() -> None:
     policy = Policy(low=["linear"], modules={"fc": "fp32", "fc2": "keep"}, nodes={"linear": "low"})
     _, (plan,) = run(Net(), policy=policy)

@@ -1,13 +1,9 @@
-"""Mistakes in a training loop and on the command line: what is said, and where it is silent torch
-that says it, or that nothing is lost.
-"""
+"""Mistakes in a training loop: what is said, or that nothing is lost."""
 
 import copy
 import re
-import sys
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +13,7 @@ from block_net import Net
 from torch import nn
 
 import mpcompile as module
-from mpcompile import MPCompileError, MPCompileWarning, cli
+from mpcompile import MPCompileError, MPCompileWarning
 
 # Any: a type checker would find some of these mistakes.
 mp: Any = module
@@ -273,56 +269,3 @@ def test_a_right_order_is_not_spoken_of() -> None:
         optimizer.step(closure)
         optimizer.zero_grad()
         optimizer.step()  # not the first
-
-
-# -- the command line ------------------------------------------------------------------------------
-
-MODELS = """
-import torch
-from torch import nn
-
-def make(): return nn.Linear(4, 4), (torch.zeros(2, 4),)
-def model(): return nn.Linear(4, 4)
-def tensor(): return nn.Linear(4, 4), torch.zeros(2, 4)
-net = nn.Linear(4, 4)
-"""
-
-COMMANDS: dict[str, str] = {
-    "plan some_models": "write the factory as pkg.module:factory",
-    "plan some_models.make": "did you mean some_models:make?",
-    "plan some_models.py:make": "name the module, not its file; did you mean some_models:make?",
-    "plan ./some_models.py:make": "name the module, not its file; did you mean some_models:make?",
-    "plan some_models:mak": "some_models has no 'mak'; did you mean 'make'?",
-    "plan none:make": "there is no module 'none' in the current directory or among the installed",
-    "plan some_models:model": "returned a Linear; factory() must return (model, args)",
-    "plan some_models:tensor": "returned a Tensor as args; factory() must return (model, args)",
-    "plan some_models:net": "some_models:net is a Linear, not a function; factory() must return",
-    "plan some_models:make --device t5": "unknown GPU 't5'; known: h200",
-    "plan some_models:make --dtype float64": "unknown dtype 'float64': it is wider than FP32",
-    "plan some_models:make --policy none.toml": "can't read the policy file none.toml",
-    "explain some_models:make --device cpu": "the plan is for the device that the model is on",
-    "explain some_models:make --diff none.json": "none.json can't be read",
-    "explain some_models:make --fail-under-tensor-core-share 95": "a share from 0 to 1 is needed",
-    "diagnose some_models:make --steps 0": "steps=0: give a whole number from 1",
-    "diagnose some_models:make --loss-scale big": "use 'dynamic', 'grad_scaler', 'none', a number",
-    "demo --device cuda:9": "device 'cuda:9' is not there: torch sees",
-    "info --device gpu": "unknown device 'gpu': use auto, cpu, cuda or cuda:N",
-}
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_a_command(
-    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
-    (tmp_path / "some_models.py").write_text(MODELS)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.delitem(sys.modules, "some_models", raising=False)
-    try:
-        status = cli.main(command.split())
-    except SystemExit as stop:
-        status = stop.code  # type: ignore[assignment]
-    said = capsys.readouterr()
-    assert (status, said.out) == (2, "")
-    assert COMMANDS[command] in " ".join(said.err.split())
-    assert "Traceback" not in said.err

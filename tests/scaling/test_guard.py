@@ -1,13 +1,10 @@
 """Who may take a step: whatever loop a gradient ends up in, an overflow changes no parameter."""
 
 import copy
-import itertools
-from pathlib import Path
 
 import pytest
 import torch
 from overflowing import FP16, OVERFLOW, assert_unchanged, mlp, parameters
-from ranks import on_each_rank
 from torch import nn
 
 from mpcompile import LossScale, MPCompileError, MPOptimizer, loss_scale_of, mpcompile
@@ -145,47 +142,3 @@ def test_an_unguarded_loop_moves_the_scale() -> None:
     for _ in range(5):
         hand_written(model, False, 1.0)
     assert loss_scale_of(model).value == 16.0
-
-
-# -- sharded parameters ---------------------------------------------------------------------------
-
-
-class Net(nn.Module):
-    """Its root is no Sequential."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(8, 16), nn.Linear(16, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.b(torch.tanh(self.a(x)))
-
-
-def _train_sharded(rank: int, folder: str) -> None:
-    from torch.distributed.fsdp import fully_shard
-
-    torch.manual_seed(0)
-    model = Net()
-    fully_shard(model)
-    mpcompile(model, dtype=torch.float16, emit="eager")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    record = []
-    for step in range(4):
-        torch.manual_seed(10 * step + rank)
-        x = torch.randn(4, 8) * (1e6 if (step, rank) == (2, 1) else 1)  # on one rank alone
-        model(x).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        record.append([p.full_tensor().clone() for p in model.parameters()])  # type: ignore[attr-defined]
-    torch.save((record, loss_scale_of(model).skipped_steps), Path(folder) / f"{rank}.pt")
-
-
-@pytest.mark.slow("trainings that overflow, against FP64")
-def test_an_overflow_on_one_rank_is_skipped_by_fsdp_on_all(tmp_path: Path) -> None:
-    on_each_rank(_train_sharded, str(tmp_path))
-    (one, skipped), (two, theirs) = (torch.load(tmp_path / f"{r}.pt") for r in range(2))
-    assert skipped == theirs == 1
-    for a, b in zip(one, two, strict=True):
-        assert all(torch.equal(x, y) and x.isfinite().all() for x, y in zip(a, b, strict=True))
-    moved = [not torch.equal(a[0], b[0]) for a, b in itertools.pairwise(one)]
-    assert moved == [True, False, True]

@@ -7,7 +7,6 @@ A process of its own: emucuda must be loaded before torch, and a process stays t
 
 from benchmarks import emucuda  # isort: skip  (before torch)
 
-import copy
 import json
 import sys
 from collections.abc import Callable, Iterator
@@ -16,7 +15,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 from benchmarks.emucuda.device import LAG
 
@@ -47,27 +45,6 @@ def fresh_memory() -> list[bool]:
     return [bool(torch.empty(7, dtype=d, device=CUDA).isnan().all()) for d in dtypes]
 
 
-def addresses() -> dict[str, bool]:
-    held = torch.ones(1000, device=CUDA)
-    freed = torch.ones(1000, device=CUDA)
-    where = freed.data_ptr()
-    del freed
-    again = torch.ones(1000, device=CUDA)
-    return {"again": again.data_ptr() == where, "apart": held.data_ptr() != again.data_ptr()}
-
-
-def memory() -> list[int]:
-    """Bytes more than before: of 100 floats, of 1000 beside them for a while, and at the end."""
-    start = torch.cuda.memory_allocated()
-    kept = torch.empty(100, device=CUDA)
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    torch.empty(1000, device=CUDA)
-    found = [before - start, torch.cuda.max_memory_allocated() - start]
-    del kept
-    return [*found, torch.cuda.memory_allocated() - start]
-
-
 def products() -> list[bool]:
     """Whether they are FP32's, rounded once."""
     found = []
@@ -84,16 +61,6 @@ def refused() -> list[str]:
     a, b = torch.ones(4, 4, device=CUDA), torch.ones(4, 4, dtype=torch.float16, device=CUDA)
     image, kernel = b.view(1, 1, 4, 4), a.view(1, 1, 4, 4)
     return [error_of(lambda: a @ b), error_of(lambda: F.conv2d(image, kernel))]
-
-
-def shared_memory() -> dict[str, Any]:
-    x = torch.zeros(6, device=CUDA)
-    x.view(2, 3)[1].add_(1)
-    out = torch.empty(0, device=CUDA)
-    torch.cat([x, x], out=out)
-    y = torch.ones(2, device=CUDA)
-    y.set_(x.untyped_storage(), 2, (2, 2), (2, 1))
-    return {"view": x.tolist(), "out": out.tolist(), "set": y.tolist(), "device": str(out.device)}
 
 
 def waits() -> dict[str, str]:
@@ -132,92 +99,11 @@ def late_copies() -> dict[str, Any]:
     return found | {"waited for": pinned.tolist(), "kernels": LAG}
 
 
-def random_numbers() -> dict[str, bool]:
-    torch.manual_seed(3)
-    first, state = torch.randn(3, device=CUDA), torch.cuda.get_rng_state()
-    second = torch.rand(3, device=CUDA)
-    torch.cuda.set_rng_state(state)
-    third = torch.rand(3, device=CUDA)
-    torch.manual_seed(3)
-    return {
-        "seeded": torch.equal(torch.randn(3, device=CUDA), first),
-        "state": torch.equal(second, third),
-    }
-
-
-def attention() -> dict[str, Any]:
-    """Which kernel is taken, and how far values and gradients are off those in FP64."""
-    mask = torch.randn(2, 3, 16, 16)
-    found: dict[str, Any] = {}
-    for dtype in (torch.float16, torch.float32):
-        for how in ({"is_causal": True}, {"attn_mask": mask}, {"dropout_p": 0.5}):
-            (word,) = how
-            x = torch.randn(2, 3, 16, 8, device=CUDA, dtype=dtype, requires_grad=True)
-            here = {k: v.to(x) if isinstance(v, torch.Tensor) else v for k, v in how.items()}
-            result = F.scaled_dot_product_attention(x, x, x, **here)
-            exact = x.detach().cpu().double().requires_grad_()
-            known = {k: v.double() if isinstance(v, torch.Tensor) else v for k, v in how.items()}
-            wanted = F.scaled_dot_product_attention(exact, exact, exact, **known)
-            result.sum().backward()
-            wanted.sum().backward()
-            key = f"{dtype} {word}"
-            found[key] = [type(result.grad_fn).__name__]
-            if word != "dropout_p":
-                found[key] += [off(result, wanted), off(x.grad, exact.grad)]
-    return found
-
-
-def off(found: Any, wanted: Any) -> float:
-    return ((found.detach().cpu().double() - wanted).norm() / wanted.norm()).item()
-
-
-def layers() -> dict[str, list[float]]:
-    """How far results and gradients are off those in FP64."""
-    made: dict[str, tuple[nn.Module, torch.Tensor]] = {
-        "lstm": (nn.LSTM(5, 6, 2, bidirectional=True, batch_first=True), torch.randn(2, 7, 5)),
-        "gru": (nn.GRU(5, 6), torch.randn(7, 2, 5)),
-        "conv": (nn.Conv2d(3, 8, 3), torch.randn(2, 3, 9, 9)),
-        "batch norm": (nn.BatchNorm2d(4), torch.randn(3, 4, 5, 5)),
-    }
-    found = {}
-    for name, (layer, x) in made.items():
-        exact, here = copy.deepcopy(layer).double(), layer.to(CUDA)
-        errors = []
-        results = [here(x.cuda()), exact(x.double())]
-        mine, theirs = (r[0] if isinstance(r, tuple) else r for r in results)
-        errors.append(off(mine, theirs.detach()))
-        for result in (mine, theirs):
-            result.square().mul(
-                torch.arange(result.numel()).view_as(result).to(result)
-            ).sum().backward()
-        pairs = zip(here.parameters(), exact.parameters(), strict=True)
-        errors += [off(p.grad, q.grad) for p, q in pairs]
-        found[name] = errors
-    return found
-
-
-def saved(device: torch.device = CUDA) -> list[str]:
-    """A checkpoint comes back to the device."""
-    import io
-
-    file = io.BytesIO()
-    torch.save({"x": torch.arange(3.0, device=device)}, file)
-    file.seek(0)
-    x = torch.load(file)["x"]
-    return [str(x.device), str(x.tolist())]
-
-
 def main(name: str) -> None:
-    device = emucuda.become(name)
+    emucuda.become(name)
     torch.manual_seed(0)
-    parts = [
-        fresh_memory, addresses, memory, products, refused, shared_memory, waits, late_copies,
-        random_numbers, attention, layers, saved,
-    ]  # fmt: skip
-    found: dict[str, Any] = {part.__name__: part() for part in parts}
-    found["name"] = [torch.cuda.get_device_name(), device.gpu.name]
-    found["capability"] = [list(torch.cuda.get_device_capability()), list(device.gpu.capability)]
-    print(json.dumps(found))
+    parts: list[Callable[[], Any]] = [fresh_memory, products, refused, waits, late_copies]
+    print(json.dumps({part.__name__: part() for part in parts}))
 
 
 if __name__ == "__main__":

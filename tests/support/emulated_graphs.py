@@ -63,20 +63,6 @@ def kept_results() -> dict[str, Any]:
             "warmed up": seen[0].isnan().all().item()}  # fmt: skip
 
 
-def moved_inputs() -> dict[str, Any]:
-    counters.clear()
-    graph = handed(lambda inputs: [inputs[0] + inputs[1]], static_input_idxs=(1,))
-    weight, results = torch.ones(3, device=CUDA), []
-    for step in range(5):
-        new_step()
-        if step == 3:
-            weight = weight.clone() * 10  # the first one still holds its place
-        x = torch.full((3,), float(step), device=CUDA)
-        results.append(graph(x, weight)[0].tolist())
-    copied = counters["inductor"]["cudagraph_recorded_non_static_inputs"]
-    return {"results": results, "copied": copied, **counted()}
-
-
 def written_inputs() -> dict[str, Any]:
     def write(inputs: list[torch.Tensor]) -> list[torch.Tensor]:
         return [inputs[0].add_(1) * 2]
@@ -95,23 +81,10 @@ def written_inputs() -> dict[str, Any]:
     return {**found, "skips": counters["inductor"]["cudagraph_skips"]}
 
 
-def backward_due() -> dict[str, Any]:
-    """Between a forward and its backward no step begins, whatever else is called."""
-    forward, backward = handed(double), handed(double, is_backward=True)
-    tracker = torch._dynamo.mutation_guard.GenerationTracker
-    saved = []
-    for _ in range(3):
-        tracker.generation += 1
-        (result,) = forward(torch.ones(3, device=CUDA))
-        tracker.generation += 1
-        saved.append(backward(result)[0].tolist())
-    return {"saved": saved, **counted()}
-
-
 def main(name: str) -> None:
     emucuda.become(name)
     found = {}
-    for part in (stages, kept_results, moved_inputs, written_inputs, backward_due):
+    for part in (stages, kept_results, written_inputs):
         torch._dynamo.reset()
         found[part.__name__] = part()
     print(json.dumps(found))
