@@ -16,6 +16,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import statistics
+import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -24,7 +25,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from benchmarks.harness.processes import cold_and_warm
+from benchmarks.harness.processes import call_elsewhere
 from benchmarks.harness.report import Report, Settings, Table, environment, paragraphs, plain
 from benchmarks.harness.timing import Arm, idle_wait, take_turns
 from benchmarks.harness.timing import ratio as ratio_of
@@ -48,13 +49,12 @@ class First:
     """First steps of one model, by round.
 
     Attributes:
-        cold, warm: seconds, with empty caches and with those that the cold start has left.
-        peak: bytes, of the cold start.
-        said: what the plan says was compared in the last cold one.
+        cold: seconds.
+        peak: bytes.
+        said: what the plan says was compared in the last one.
     """
 
     cold: list[float] = dataclasses.field(default_factory=list)
-    warm: list[float] = dataclasses.field(default_factory=list)
     peak: list[int] = dataclasses.field(default_factory=list)
     said: list[str] = dataclasses.field(default_factory=list)
 
@@ -69,10 +69,12 @@ def run(settings: Settings) -> Report:
     for name, ways in found.items():
         for _ in range(rounds):
             for verify, first in ways.items():
-                started = cold_and_warm("benchmarks.verified:first_step", name, device.type, verify)
-                (cold, peak, first.said), (warm, _, _) = started
+                with tempfile.TemporaryDirectory() as cache:
+                    cold, peak, first.said = call_elsewhere(
+                        "benchmarks.verified:first_step", name, device.type, verify,
+                        environment={"TORCHINDUCTOR_CACHE_DIR": cache},
+                    )  # fmt: skip
                 first.cold.append(cold)
-                first.warm.append(warm)
                 first.peak.append(peak)
     flag = flag_cost(names[0], device, rounds=2 if settings.quick else 30)
     return Report(
@@ -155,16 +157,16 @@ def _table(found: Mapping[str, Mapping[bool, First]]) -> Table:
     rows = []
     for name, ways in found.items():
         cells = [name]
-        for of, unit, digits in (("cold", 1.0, 1), ("warm", 1.0, 1), ("peak", 2.0**30, 2)):
+        for of, unit, digits in (("cold", 1.0, 1), ("peak", 2.0**30, 2)):
             for verify in (False, True):
                 middle = statistics.median(getattr(ways[verify], of)) / unit
                 cells.append(f"{middle:.{digits}f}")
             cells.append(f"{ratio(ways, of):.2f}x")
         rows.append([*cells, "; ".join(ways[True].said)])
     columns = [
-        f"{what}{with_}"
-        for what, unit in (("cold", ", s"), ("warm", ", s"), ("peak", ", GiB"))
-        for with_ in (f" without{unit}", f" with{unit}", "")
+        f"{what}{how}"
+        for what, unit in (("cold", ", s"), ("peak", ", GiB"))
+        for how in (f" without{unit}", f" with{unit}", ": times")
     ]
     return Table("First steps without and with verification", ["model", *columns, "compared"], rows)
 

@@ -339,17 +339,6 @@ def test_padding_tiny(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
 
 
 @pytest.mark.sweep("runs a benchmark, small")
-def test_verified_tiny(tmp_path: Path) -> None:
-    assert main(["run", "verified", "--quick", "--out", str(tmp_path)]) == 0
-    (ways,) = json.loads((tmp_path / "verified_cpu.json").read_text())["models"].values()
-    assert all("forward: verified" in text for text in ways["verified"]["said"])
-    assert all("not verified" in text for text in ways["not verified"]["said"])
-    for way in ways.values():
-        assert 0 < way["warm"][0] < way["cold"][0]
-        assert way["peak"][0] > 2**28  # more than torch itself takes
-
-
-@pytest.mark.sweep("runs a benchmark, small")
 def test_first_steps_tiny(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", "first_steps", "--quick", "--out", str(tmp_path)]) == 0
     data = json.loads((tmp_path / "first_steps_cpu.json").read_text())

@@ -1,10 +1,13 @@
 """Whole training steps against every peer: geometric means, and a model that people train."""
 
 import dataclasses
+import json
+from pathlib import Path
 
 import pytest
 import torch
 
+from benchmarks.__main__ import main
 from benchmarks.peers import geometric_mean, make_report
 from benchmarks.peers.measure import AUTOCAST, COMPILED, OURS, measure_all
 from benchmarks.real_models import BY_DEVICE, TASKS, TINY, quick
@@ -45,3 +48,14 @@ def test_names_of_models_are_their_own() -> None:
     """A process finds its model by the name."""
     assert len({task.name for task in TASKS}) == len(TASKS)
     assert all(task in TASKS for tasks in BY_DEVICE.values() for task in tasks)
+
+
+@pytest.mark.sweep("runs a benchmark, small")
+def test_a_first_step_with_and_without_verification(tmp_path: Path) -> None:
+    assert main(["run", "verified", "--quick", "--out", str(tmp_path)]) == 0
+    (ways,) = json.loads((tmp_path / "verified_cpu.json").read_text())["models"].values()
+    assert all("forward: verified" in text for text in ways["verified"]["said"])
+    assert all("not verified" in text for text in ways["not verified"]["said"])
+    for way in ways.values():
+        assert way["cold"][0] > 0
+        assert way["peak"][0] > 2**28  # more than torch itself takes

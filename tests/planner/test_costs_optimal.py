@@ -93,7 +93,7 @@ def is_optimal(stage: Stage) -> int:
             ir.remark(node, precision=Precision.FULL, by=ir.By.PLAN)
     assert found == {**wanted, **best}
     items, costs = each_assignment(graph, stage.config)
-    cut = ir.cut(getattr(items[0], "node", items[0])) if items else MinimumCut((), (), (), ())
+    cut = ir.min_cut(getattr(items[0], "node", items[0])) if items else MinimumCut((), (), (), ())
     for i, one in enumerate(cut.weighed(cut.items)):  # what a plan says of each
         other = min(cost for labels, cost in costs.items() if labels[i] is not one.low)
         assert one.totals == (min(costs.values()), other)
