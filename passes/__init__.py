@@ -1,4 +1,4 @@
-"""The compiler passes: a public function, a job each. (In `joint`, a file may have several of them.)
+"""The compiler passes: a public function, a job each. (Files of `joint` may have several.)
 
 A pass edits its graph in place and returns whether it changed it. A deciding pass (classify, the
 guards, plan, plan_pads) writes marks and changes no node; a rewriting pass reads marks. No pass
