@@ -65,8 +65,7 @@ def test_a_page_runs(document: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_the_readme_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """It prints what it says that it prints; what is measured differs from machine to machine."""
     names = ran(README, tmp_path)
-    printed = capsys.readouterr().out
-    model = names["model"]
+    model, printed = names["model"], capsys.readouterr().out
     assert torch.isfinite(names["loss"])
     assert {p.dtype for p in model.parameters()} == {torch.float32}
     assert not names["optimizer"].skipped
