@@ -9,7 +9,7 @@ import torch
 from compare import COMBINED
 from torch import nn
 
-from mpcompile import Policy, compiled_plans, explain, mpcompile
+from mpcompile import LossScale, Policy, compiled_plans, explain, mpcompile
 
 
 class Net(nn.Module):
@@ -60,7 +60,7 @@ def test_of_a_compiled_module(by: str, how: Any, tmp_path: Any) -> None:
     (other,) = WORDS.keys() - {dtype}
     model = Net(other if by == "autocast" else None)
     policy = POLICIES[by](WORDS[other].lower(), tmp_path)
-    mpcompile(model, policy=policy, **how)
+    mpcompile(model, policy=policy, loss_scale=LossScale.dynamic(), **how)
     model(torch.rand(4, 16)).sum().backward()
     (plan,) = compiled_plans(model)
     name, own = (str(one).removeprefix("torch.") for one in (other, dtype))
@@ -77,8 +77,6 @@ def test_of_a_compiled_module(by: str, how: Any, tmp_path: Any) -> None:
     data = json.loads(json.dumps(plan.to_dict()))
     assert [n["low"] for n in data["nodes"] if n["op"] == "aten::linear"] == [name, ""]
     assert type(plan).from_dict(data).low_dtypes == [name, own]
-    plan.to_html(html := tmp_path / "plan.html")
-    assert f"LOW, {WORDS[other]}" in html.read_text()
 
 
 def test_of_an_explained_module(tmp_path: Any) -> None:

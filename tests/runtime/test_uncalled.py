@@ -213,8 +213,6 @@ AGAIN: dict[str, Any] = {
         nn.Sequential(m)
     ),
     "torch.compile": lambda m: torch.compile(m, backend="eager"),
-    "torch.compile of a parent": lambda m: torch.compile(nn.Sequential(m), backend="eager"),
-    "torch.compile of a function": lambda m: torch.compile(lambda x: m(x), backend="eager"),
     "torch.compile of its forward": of_its_forward,
     "mpcompile": lambda m: mpcompile(m, emit="eager"),  # BF16, whose numbers FP16 has, too
     "a copy": copy.deepcopy,
