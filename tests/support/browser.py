@@ -8,6 +8,8 @@ from typing import Any
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 CHROMEDRIVER = shutil.which("chromedriver")
+_FLAGS = ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--disable-gpu",
+          "--window-size=1500,950", "--host-resolver-rules=MAP * ~NOTFOUND")  # fmt: skip
 
 
 @contextlib.contextmanager
@@ -17,15 +19,7 @@ def browser(*flags: str) -> Iterator[Any]:
 
     options = webdriver.ChromeOptions()
     options.binary_location = str(CHROMIUM)
-    for flag in (
-        "--headless=new",
-        "--no-sandbox",
-        "--disable-dev-shm-usage",
-        "--disable-gpu",
-        "--window-size=1500,950",
-        "--host-resolver-rules=MAP * ~NOTFOUND",
-        *flags,
-    ):
+    for flag in (*_FLAGS, *flags):
         options.add_argument(flag)
     options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
     driver = webdriver.Chrome(options, webdriver.ChromeService(CHROMEDRIVER))
