@@ -57,5 +57,4 @@ def test_a_first_step_with_and_without_verification(tmp_path: Path) -> None:
     assert all("forward: verified" in text for text in ways["verified"]["said"])
     assert all("not verified" in text for text in ways["not verified"]["said"])
     for way in ways.values():
-        assert way["cold"][0] > 0
         assert way["peak"][0] > 2**28  # more than torch itself takes

@@ -93,12 +93,11 @@ def test_a_wrong_compiler_is_seen_and_cured(
     check(how, level, torch.device("cpu"), compiler(kind, tmp_path))
 
 
-WRONG_IN_TRITON = {
+WRONG_IN_TRITON = {  # kind -> the operator of Inductor's, and what kernels get in its place
     "sum": ("add", lambda a, b: f"({a} - {b})"),
     "product": ("mul", lambda a, b: f"({a} * {b} * 1.5)"),
     "exp": ("exp", lambda x: f"libdevice.exp(-({x}))"),
 }
-"""Kind -> the operator of Inductor's, and what is written into kernels in its place."""
 
 
 @pytest.mark.gpu
