@@ -54,6 +54,7 @@ POLICIES: dict[str, Any] = {
 
 
 @COMBINED
+@pytest.mark.filterwarnings("ignore:bf16 and fp16 are mixed")  # Inductor's, of its own kernels
 @pytest.mark.parametrize("by", POLICIES)
 def test_of_a_compiled_module(by: str, how: Any, tmp_path: Any) -> None:
     dtype, level = how["dtype"], how["level"]

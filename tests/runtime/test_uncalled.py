@@ -1,6 +1,5 @@
 """A module that is compiled and then trained without being called, as by a trainer."""
 
-import copy
 import gc
 import re
 import warnings
@@ -215,7 +214,6 @@ AGAIN: dict[str, Any] = {
     "torch.compile": lambda m: torch.compile(m, backend="eager"),
     "torch.compile of its forward": of_its_forward,
     "mpcompile": lambda m: mpcompile(m, emit="eager"),  # BF16, whose numbers FP16 has, too
-    "a copy": copy.deepcopy,
 }
 
 
