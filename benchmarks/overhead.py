@@ -31,7 +31,6 @@ from benchmarks.harness.timing import Ratio, auto_or, idle_wait, in_turns, ratio
 from benchmarks.models import GPT2, Sample, Tagger
 from mpcompile import MPOptimizer, mpcompile
 from mpcompile.optim.decide import Decision
-from mpcompile.optim.reports import Notices
 from mpcompile.optim.rests_on import OfStep
 from mpcompile.optim.step import CompiledStep
 from mpcompile.runtime.module_call import ModuleCall
@@ -57,7 +56,7 @@ PARTS: Mapping[str, tuple[tuple[Any, str], ...]] = {
     "norms of the gradients": ((Decision, "norms"),),
     "inputs of the compiled step": ((CompiledStep, "run"),),
     "the compiled step itself (launch)": ((CompiledStep, "take"),),
-    "skipped steps, noted": ((Notices, "look"), (Notices, "follow")),
+    "skipped steps, noted": ((LossScale, "stepped"),),
 }  # fmt: skip
 """A part -> functions: where each is found, and its name there."""
 

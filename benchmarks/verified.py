@@ -4,8 +4,8 @@ The models and the step are those of `real_models`, at O1: forward, loss, backwa
 `zero_grad`. Each start is a fresh process with empty caches; the ways take turns. *Cold step*: from
 the call that compiles to the end of the step, without what any compiler imports. *Peak*: the most
 memory that the process held resident from its start (VmHWM), the compiler in this process and the
-model included; on a GPU, the most that the allocator handed out. A ratio is the median of those
-within a round. *Compared* is what the plan says after that step.
+model included. A ratio is the median of those within a round. *Compared* is what the plan says
+after that step.
 
 Where g++ miscopies tiles, every kernel is compiled with a flag (`GCC_FLAG`). What that costs is
 timed on the first of the models, compiled with and without it, whether this g++ needs it or not.
@@ -35,6 +35,7 @@ from benchmarks.real_models import BY_DEVICE, TASKS, TINY
 from mpcompile import compiled_plans
 from mpcompile.devices.cxx import GCC_FLAG
 
+DEVICES = ("cpu",)
 MOST = 1.08
 """Times as long as without: what comparing may take of a cold step (`verify/first_call.py`)."""
 
@@ -107,13 +108,11 @@ def first_step(name: str, kind: str, verify: bool) -> tuple[float, int, list[str
     seconds = time.perf_counter() - start
     plans = compiled_plans(model)
     said = [plan.verification.text() for plan in plans if plan.verification is not None]
-    return seconds, _peak(device), said
+    return seconds, _peak(), said
 
 
 def flag_cost(name: str, device: torch.device, rounds: int) -> dict[str, list[float]]:
-    """Seconds of a step of a model that is compiled with the flag, and without; none on a GPU."""
-    if device.type != "cpu":
-        return {}
+    """Seconds of a step of a model that is compiled with the flag, and without."""
     arms = []
     for arm, flags in {FLAGGED: f"off {GCC_FLAG}", UNFLAGGED: "off"}.items():
         options = {"options": {"cpp.enable_floating_point_contract_flag": flags}}
@@ -136,10 +135,8 @@ def _training(
     return training, trainer.models[0]
 
 
-def _peak(device: torch.device) -> int:
+def _peak() -> int:
     """Bytes, of this process since it began."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
     found = re.search(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text())
     return int(found[1]) * 1024 if found else 0
 
@@ -182,8 +179,6 @@ def _verdicts(found: Mapping[str, Mapping[bool, First]]) -> dict[str, bool]:
 
 
 def _flag_verdict(name: str, seconds: Mapping[str, list[float]]) -> dict[str, bool]:
-    if not seconds:
-        return {}
     speed = ratio_of(seconds[UNFLAGGED], seconds[FLAGGED])
     claim = f"{name}: a step {FLAGGED} is at least {LOST}x as fast as {UNFLAGGED}: {speed}"
     return {claim: speed.paired >= LOST}

@@ -63,7 +63,7 @@ from ..torch_inside.names import (
     DynamicOutputShapeException,
     TorchRuntimeError,
 )
-from .stand_ins import StandIns, no_trace
+from .stand_ins import Answers, StandIns, no_trace
 
 # A program without values can't tell what such a call returns, or of which size.
 _ON_VALUES = (
@@ -149,7 +149,7 @@ def plan_call(
     given = stand_ins.of_inputs(args, kwargs)
     with torch.inference_mode(False), torch.enable_grad(), no_trace(), stand_ins:
         run = functools.partial(_run, twin, _compiled(twin, planner), *given)
-        call = functools.partial(stand_ins.mode.each_branch, run)
+        call = functools.partial(Answers.in_turn, run)
         outside = looked_into(call, twin, functools.partial(_compiled, planner=planner))
     if not planner.graphs:
         raise nothing_compiled(type(model).__name__)

@@ -23,43 +23,59 @@ from ..errors import MPCompileError
 from ..ir import aten
 from ..runtime.check_module import deep_copy
 from ..runtime.compile_apart import nothing_happened
-from ..torch_inside.names import FakeTensorMode, TracingContext, cached_backends, counters, pytree
+from ..torch_inside.names import (
+    FakeTensorMode,
+    TorchDispatchMode,
+    TracingContext,
+    cached_backends,
+    counters,
+    pytree,
+)
 
 _CPU = torch.device("cpu")
 _ENDLESS, _BRANCHES = 20, 16
 
 
-class _Answers(FakeTensorMode):
+class Answers(TorchDispatchMode):
     """Answers what a program asks of a condition between two graphs, as in an `if`: by `forced`,
     then no, from the twentieth time on yes, so that a loop ends.
     """
 
-    forced: tuple[bool, ...] = ()
-    asked = 0
+    supports_higher_order_operators = True
+
+    def __init__(self, forced: tuple[bool, ...]) -> None:
+        super().__init__()
+        self.forced, self.asked = forced, 0
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        return True  # under any other mode Dynamo leaves a frame to Python
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         asks = func is aten._local_scalar_dense.default and args[0].dtype is torch.bool
         if not asks or TracingContext.try_get() is not None:
-            return super().__torch_dispatch__(func, types, args, kwargs)
+            return func(*args, **(kwargs or {}))
         answer = self.asked >= _ENDLESS
         if self.asked < len(self.forced):
             answer = self.forced[self.asked]
         self.asked += 1
         return answer
 
-    def each_branch(self, call: Callable[[], Any]) -> None:
+    @classmethod
+    def in_turn(cls, call: Callable[[], Any]) -> None:
         """Call for each way that the program may go, 16 at most, some of which may raise."""
         todo: list[tuple[bool, ...]] = [()]
         failed: list[MPCompileError] = []
         runs = 0
         while todo and runs < _BRANCHES:
-            runs, self.forced, self.asked = runs + 1, todo.pop(0), 0
+            runs, answers = runs + 1, cls(todo.pop(0))
             try:
-                call()
+                with answers:
+                    call()
             except MPCompileError as error:
                 failed.append(error)
-            more = range(self.asked - len(self.forced))
-            todo += [(*self.forced, *[False] * n, True) for n in more]
+            more = range(answers.asked - len(answers.forced))
+            todo += [(*answers.forced, *[False] * n, True) for n in more]
             todo.sort(key=len)  # what a loop asks comes last
         if len(failed) == runs:
             raise failed[0]
@@ -71,7 +87,7 @@ class StandIns:
     def __init__(self) -> None:
         # A tensor that the program closes over is not replaced.
         # Sizes that depend on values become symbols.
-        self.mode = _Answers(allow_non_fake_inputs=True, shape_env=ShapeEnv())
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
         self._memo: dict[int, Any] = {}
         self._originals: dict[int, torch.Tensor] = {}
 

@@ -198,6 +198,7 @@ CHECKPOINTS: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
 @EMITS
 @pytest.mark.parametrize("how", CHECKPOINTS)
 @agreeing()
+@pytest.mark.filterwarnings("ignore:None of the inputs")  # as the inner one first has none
 def test_checkpoints_inside_the_compiled_model(how: str, emit: str, way: Way) -> None:
     """All products are in graphs: strict. The input needs a gradient, as the reentrant kind demands
     of it.

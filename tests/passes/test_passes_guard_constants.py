@@ -162,7 +162,7 @@ BEHIND_INTEGERS: dict[str, Callable[..., torch.Tensor]] = {
     "a mask that comes in": lambda h, n: h * n.to(h.dtype),
     "without a conversion": lambda h, n: h * n,
     "where it is zero": lambda h, n: h * (1.0 - n.float()),
-    "an additive mask": lambda h, n: h + (1.0 - (n > 2).float()) * -1e2,
+    "an additive mask": lambda h, n: h + (1.0 - (n > 2).float()) * -10.0,
     "a length": lambda h, n: h / n.sum(1, keepdim=True).float(),
     "a clamped length": lambda h, n: h.cumsum(0) / n.sum(1, keepdim=True).clamp(min=1).float(),
     "a degree": lambda h, n: h * n.sum(1, keepdim=True).float().rsqrt(),

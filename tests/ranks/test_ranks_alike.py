@@ -109,7 +109,7 @@ def _a_graph_left_on_one_rank(rank: int) -> None:
                 with pytest.warns() if rank == 0 else pytest.MonkeyPatch.context():
                     out = model(torch.randn(4, 8))
                 out.mean().backward()
-                with pytest.raises(MPCompileError, match="left in FP32"):
+                with pytest.raises(MPCompileError, match="left a graph in FP32"):
                     optimizer.step()
             finally:
                 backend._compile = real

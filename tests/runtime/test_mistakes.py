@@ -227,7 +227,7 @@ MISTAKES: dict[str, tuple[Mistake, str]] = {
         lambda: plan_for(Net(), X, device=torch.device("cpu")),
         "unknown GPU device(type=",
     ),
-    "a GPU": (lambda: plan_for(Net(), X, device="rtx3090"), "did you mean 'rtx4090'?; known: h200"),
+    "a GPU": (lambda: plan_for(Net(), X, device="rtx3080"), "did you mean 'rtx3090'?; known: b200"),
     "why": (lambda: explain(Net(), X).why("fc9"), "no node and no module 'fc9'; did you mean 'fc"),
     "diagnose by name": (
         lambda: diagnose(Net(), X, loss_fn="ce"),
