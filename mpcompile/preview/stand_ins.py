@@ -44,7 +44,7 @@ class Answers(TorchDispatchMode):
     supports_higher_order_operators = True
 
     def __init__(self, forced: tuple[bool, ...]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.forced, self.asked = forced, 0
 
     @classmethod
