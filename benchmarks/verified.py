@@ -46,8 +46,8 @@ LOST = 0.98
 
 
 @dataclasses.dataclass
-class First:
-    """First steps of one model, by round.
+class Starts:
+    """Starts steps of one model, by round.
 
     Attributes:
         cold: seconds.
@@ -66,7 +66,7 @@ def run(settings: Settings) -> Report:
     names = [task.name for task in (TINY[:1] if settings.quick else BY_DEVICE[device.type])]
     rounds = 1 if settings.quick else 2
     record = environment(device)
-    found = {name: {True: First(), False: First()} for name in names}
+    found = {name: {True: Starts(), False: Starts()} for name in names}
     for name, ways in found.items():
         for _ in range(rounds):
             for verify, first in ways.items():
@@ -144,13 +144,13 @@ def _peak() -> int:
 # -- report ----------------------------------------------------------------------------------------
 
 
-def ratio(ways: Mapping[bool, First], of: str) -> float:
+def ratio(ways: Mapping[bool, Starts], of: str) -> float:
     """How many times as much with as without: the median of those within a round."""
     pairs = zip(getattr(ways[True], of), getattr(ways[False], of), strict=True)
     return statistics.median(ours / theirs for ours, theirs in pairs)
 
 
-def _table(found: Mapping[str, Mapping[bool, First]]) -> Table:
+def _table(found: Mapping[str, Mapping[bool, Starts]]) -> Table:
     rows = []
     for name, ways in found.items():
         cells = [name]
@@ -165,10 +165,12 @@ def _table(found: Mapping[str, Mapping[bool, First]]) -> Table:
         for what, unit in (("cold", ", s"), ("peak", ", GiB"))
         for how in (f" without{unit}", f" with{unit}", ": times")
     ]
-    return Table("First steps without and with verification", ["model", *columns, "compared"], rows)
+    return Table(
+        "Starts steps without and with verification", ["model", *columns, "compared"], rows
+    )
 
 
-def _verdicts(found: Mapping[str, Mapping[bool, First]]) -> dict[str, bool]:
+def _verdicts(found: Mapping[str, Mapping[bool, Starts]]) -> dict[str, bool]:
     verdicts = {}
     for name, ways in found.items():
         cold = ratio(ways, "cold")

@@ -23,43 +23,29 @@ from ..errors import MPCompileError
 from ..ir import aten
 from ..runtime.check_module import deep_copy
 from ..runtime.compile_apart import nothing_happened
-from ..torch_inside.names import (
-    FakeTensorMode,
-    TorchDispatchMode,
-    TracingContext,
-    cached_backends,
-    counters,
-    pytree,
-)
+from ..torch_inside.dynamo import BesideDynamo
+from ..torch_inside.names import FakeTensorMode, TracingContext, cached_backends, counters, pytree
 
 _CPU = torch.device("cpu")
 _ENDLESS, _BRANCHES = 20, 16
 
 
-class Answers(TorchDispatchMode):
+class Answers(BesideDynamo):
     """Answers what a program asks of a condition between two graphs, as in an `if`: by `forced`,
     then no, from the twentieth time on yes, so that a loop ends.
     """
-
-    supports_higher_order_operators = True
 
     def __init__(self, forced: tuple[bool, ...]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.forced, self.asked = forced, 0
 
-    @classmethod
-    def is_infra_mode(cls) -> bool:
-        return True  # under any other mode Dynamo leaves a frame to Python
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         asks = func is aten._local_scalar_dense.default and args[0].dtype is torch.bool
         if not asks or TracingContext.try_get() is not None:
             return func(*args, **(kwargs or {}))
-        answer = self.asked >= _ENDLESS
-        if self.asked < len(self.forced):
-            answer = self.forced[self.asked]
         self.asked += 1
-        return answer
+        forced = self.forced[self.asked - 1 : self.asked]
+        return forced[0] if forced else self.asked > _ENDLESS
 
     @classmethod
     def in_turn(cls, call: Callable[[], Any]) -> None:

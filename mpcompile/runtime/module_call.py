@@ -11,8 +11,8 @@ doesn't do.
 * Dynamo guards neither on the module's own hooks nor on which optimizer holds its parameters. So
   the module is compiled again when its hooks change, and when an `MPOptimizer` takes over
   parameters of an O2 model.
-* Within what someone else compiles, Dynamo would inline the module, and take no notice of us: the
-  graph ends at it.
+* Within what someone else compiles, the graph ends at a call of ours that Dynamo traces. A module
+  without hooks it inlines instead, in FP32, and never reads its compiled call (docs/limits.md).
 * FSDP2 gathers parameters in hooks that no graph can hold (`sharded_call.py`).
 * TorchScript's tracer, and the ONNX exporter above it, refuse what Dynamo compiled: they get the
   plain module or function.

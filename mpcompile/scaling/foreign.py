@@ -85,10 +85,9 @@ def refuse_autocast_forward(module: nn.Module) -> None:
         for autocast in _autocasts(getattr(forward, "__func__", forward)):
             raise MPCompileError(
                 f"the forward of this {type(module).__name__} was replaced by one under "
-                f"autocast({autocast.fast_dtype}), which would choose dtypes as mpcompile does. If "
-                'that is Accelerate: Accelerator(mixed_precision="no"), TrainingArguments without '
-                "bf16 and fp16, or MPCompileAccelerator or MPCompileTrainer of "
-                "mpcompile.integrations"
+                f"autocast({autocast.fast_dtype}), which chooses dtypes, too: take it off. If that "
+                'is Accelerate: Accelerator(mixed_precision="no"), TrainingArguments without bf16 '
+                "and fp16, or MPCompileAccelerator or MPCompileTrainer of mpcompile.integrations"
             )
         forward = getattr(forward, "__wrapped__", None)
 

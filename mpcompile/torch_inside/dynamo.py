@@ -16,6 +16,7 @@ from .names import (
     ContinueExecutionCache,
     FunctoolsPartialVariable,
     OutputGraph,
+    TorchDispatchMode,
     TorchInGraphFunctionVariable,
     UnspecializedNNModuleVariable,
     UserFunctionVariable,
@@ -34,6 +35,16 @@ from .replace import Replacement, Spot, method, put
 
 if TYPE_CHECKING:
     from types import CodeType, FunctionType
+
+
+class BesideDynamo(TorchDispatchMode):
+    """Under any other mode Dynamo leaves frames to Python, and operators of higher order raise."""
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        return True
 
 
 IS_STATIC = "get_static_address_type"

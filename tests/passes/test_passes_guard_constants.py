@@ -179,6 +179,20 @@ BEHIND_INTEGERS: dict[str, Callable[..., torch.Tensor]] = {
 }
 
 
+@pytest.mark.parametrize("low", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_products_after_a_large_additive_mask_are_low(low: torch.dtype, level: str) -> None:
+    def program(x: torch.Tensor, w: torch.Tensor, n: torch.Tensor) -> torch.Tensor:
+        h = F.linear(x, w) + (1.0 - (n > 2).float()) * -1e4
+        return F.linear(F.linear(h, w).relu(), w)
+
+    given = leaf(3, 4), leaf(4, 4), torch.arange(12).view(3, 4) % 4
+    stage = Stage(guard_constants, program, *given, low=low, level=level)
+    stage.run()
+    products = [n.name for n in stage.gm.graph.nodes if n.name.startswith("linear")]
+    assert {stage.mark(name).precision for name in products} == {Precision.LOW}
+
+
 @COMBINED
 @pytest.mark.parametrize("name", BEHIND_INTEGERS)
 def test_products_after_integers_are_low(name: str, how: Any) -> None:

@@ -234,6 +234,7 @@ def test_what_is_compiled_again_stays_low_or_it_is_said(way: str, called: bool, 
         assert all(re.search(REPLACED, str(w.message)) for w in said)
         mpcompile(module, **how)
         out = module(torch.randn(4, 8))
+        assert not warned(module, optimizer_of(module))
     assert (out == out.to(how["dtype"])).all()
     assert bool(said) == (way.startswith("compile") and way[8:] not in ("a part", "a parent"))
 

@@ -120,9 +120,6 @@ ZEROED: dict[str, Callable[[torch.optim.Optimizer, nn.Module], object]] = {
     "each, as an array": lambda o, m: [g.float().numpy().fill(0.0) or g.zero_() for g in grads(m)],
     "all at once": lambda o, m: grads(m) and torch._foreach_zero_(grads(m)),
     "new zeros": lambda o, m: [setattr(p, "grad", torch.zeros_like(p)) for p in m.parameters()],
-    "of a copied list": lambda o, m: [
-        p.grad.zero_() for group in o.param_groups for p in [*group["params"]] if p.grad is not None
-    ],
 }
 
 
