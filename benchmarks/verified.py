@@ -4,8 +4,9 @@ The models and the step are those of `real_models`, at O1: forward, loss, backwa
 `zero_grad`. Each start is a fresh process with empty caches; the ways take turns. *Cold step*: from
 the call that compiles to the end of the step, without what any compiler imports. *Peak*: the most
 memory that the process held resident from its start (VmHWM), the compiler in this process and the
-model included. A ratio is the median of those within a round. *Compared* is what the plan says
-after that step.
+model included. *Live* is the most that a step holds later, without verification: weights, the
+optimizer's state, and what torch's profiler sees allocated. A ratio is the median of those within a
+round. *Compared* is what the plan says after that step.
 
 Where g++ miscopies tiles, every kernel is compiled with a flag (`GCC_FLAG`). What that costs is
 timed on the first of the models, compiled with and without it, whether this g++ needs it or not.
@@ -25,11 +26,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from benchmarks.harness.peak import peak_bytes
 from benchmarks.harness.processes import call_elsewhere
 from benchmarks.harness.report import Report, Settings, Table, environment, paragraphs, plain
 from benchmarks.harness.timing import Arm, idle_wait, take_turns
 from benchmarks.harness.timing import ratio as ratio_of
-from benchmarks.harness.ways import Way, trainer_for
+from benchmarks.harness.ways import Trainer, Way, trainer_for
 from benchmarks.papers.task import Training
 from benchmarks.real_models import BY_DEVICE, TASKS, TINY
 from mpcompile import compiled_plans
@@ -47,16 +49,18 @@ LOST = 0.98
 
 @dataclasses.dataclass
 class Starts:
-    """Starts steps of one model, by round.
+    """First steps of one model, by round.
 
     Attributes:
         cold: seconds.
         peak: bytes.
+        live: bytes; of those without verification.
         said: what the plan says was compared in the last one.
     """
 
     cold: list[float] = dataclasses.field(default_factory=list)
     peak: list[int] = dataclasses.field(default_factory=list)
+    live: list[int] = dataclasses.field(default_factory=list)
     said: list[str] = dataclasses.field(default_factory=list)
 
 
@@ -71,12 +75,13 @@ def run(settings: Settings) -> Report:
         for _ in range(rounds):
             for verify, first in ways.items():
                 with tempfile.TemporaryDirectory() as cache:
-                    cold, peak, first.said = call_elsewhere(
+                    cold, peak, live, first.said = call_elsewhere(
                         "benchmarks.verified:first_step", name, device.type, verify,
                         environment={"TORCHINDUCTOR_CACHE_DIR": cache},
                     )  # fmt: skip
                 first.cold.append(cold)
                 first.peak.append(peak)
+                first.live.append(live)
     flag = flag_cost(names[0], device, rounds=2 if settings.quick else 30)
     return Report(
         name=f"verified_{device.type}",
@@ -95,20 +100,30 @@ def run(settings: Settings) -> Report:
     )
 
 
-def first_step(name: str, kind: str, verify: bool) -> tuple[float, int, list[str]]:
-    """What the fresh process does: seconds, bytes, and what the plan says was compared."""
+def first_step(name: str, kind: str, verify: bool) -> tuple[float, int, int, list[str]]:
+    """What the fresh process does: seconds, the process's peak, what is live without verification
+    (bytes), and what the plan says was compared.
+    """
     device = torch.device(kind)
-    training, model = _training(name, device, {"verify": verify})
+    training, trainer = _training(name, device, {"verify": verify})
     torch.compile(nn.Identity())(torch.zeros(1, device=device))
     wait = idle_wait(device)
     wait()
     start = time.perf_counter()
     training.step()
     wait()
-    seconds = time.perf_counter() - start
-    plans = compiled_plans(model)
+    seconds, peak = time.perf_counter() - start, _peak()
+    plans = compiled_plans(trainer.models[0])
     said = [plan.verification.text() for plan in plans if plan.verification is not None]
-    return seconds, _peak(), said
+    return seconds, peak, 0 if verify else _live(training, trainer, device), said
+
+
+def _live(training: Training, trainer: Trainer, device: torch.device) -> int:
+    """Bytes that are live at most while a step runs."""
+    states = [x for o in trainer.optimizers for s in o.state.values() for x in s.values()]
+    kept = [*trainer.models[0].parameters(), *trainer.models[0].buffers(), *states]
+    present = sum(x.nbytes for x in kept if isinstance(x, torch.Tensor))
+    return present + peak_bytes(training.step, device)
 
 
 def flag_cost(name: str, device: torch.device, rounds: int) -> dict[str, list[float]]:
@@ -125,14 +140,13 @@ def flag_cost(name: str, device: torch.device, rounds: int) -> dict[str, list[fl
 
 def _training(
     name: str, device: torch.device, options: Mapping[str, Any]
-) -> tuple[Training, nn.Module]:
-    """One of the models at O1, and its training."""
+) -> tuple[Training, Trainer]:
+    """One of the models at O1 in training, and what trains it."""
     torch.manual_seed(0)
     (task,) = (task for task in TASKS if task.name == name)
     way = Way("O1", "auto", level="O1", fused=True, options=options)
     trainer = trainer_for(way, "inductor", device)
-    training = task.start(trainer, 0)
-    return training, trainer.models[0]
+    return task.start(trainer, 0), trainer
 
 
 def _peak() -> int:
@@ -159,6 +173,7 @@ def _table(found: Mapping[str, Mapping[bool, Starts]]) -> Table:
                 middle = statistics.median(getattr(ways[verify], of)) / unit
                 cells.append(f"{middle:.{digits}f}")
             cells.append(f"{ratio(ways, of):.2f}x")
+        cells.append(f"{statistics.median(ways[False].live) / 2**30:.2f}")
         rows.append([*cells, "; ".join(ways[True].said)])
     columns = [
         f"{what}{how}"
@@ -166,7 +181,9 @@ def _table(found: Mapping[str, Mapping[bool, Starts]]) -> Table:
         for how in (f" without{unit}", f" with{unit}", ": times")
     ]
     return Table(
-        "Starts steps without and with verification", ["model", *columns, "compared"], rows
+        "First steps without and with verification",
+        ["model", *columns, "live, GiB", "compared"],
+        rows,
     )
 
 
@@ -177,6 +194,9 @@ def _verdicts(found: Mapping[str, Mapping[bool, Starts]]) -> dict[str, bool]:
         verdicts[f"{name}: a cold step takes at most {MOST}x of that without: {cold:.3f}x"] = (
             cold <= MOST
         )
+        pairs = zip(ways[True].peak, ways[False].peak, ways[False].live, strict=True)
+        more = statistics.median((ours - theirs) / live for ours, theirs, live in pairs)
+        verdicts[f"{name}: a peak is higher by what is live at most: {more:.2f} of it"] = more <= 1
     return verdicts
 
 

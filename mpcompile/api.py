@@ -39,7 +39,7 @@ from .runtime.trainer_steps import compile_steps, has_steps
 from .scaling import hooks
 from .scaling.loss_scale import LossScale
 from .settings import OPTIONS, Emits, LevelWord, Mode, Options, Pads, Settings, documented
-from .torch_inside.modules import set_compiled_call
+from .torch_inside.modules import read_by_dynamo, set_compiled_call
 from .verify.verdicts import say_again
 from .whole_step.train_step import TrainStep, goes_backward
 
@@ -186,6 +186,7 @@ def _compiled(
         for module in (first, *others):
             call = compiled_call(module)
             set_compiled_call(module, call if module is first else ends_graph(call.__call__))
+            read_by_dynamo(module)
         if has_steps(first):
             compile_steps(first, compiled_call)
         records[model] = record

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from ..ir.text import OWN_CALL
 from ..torch_inside.graphs import rename, set_source, set_sources, source_of, sources_of
 from ..torch_inside.names import ConstantSource, pytree
 
@@ -101,7 +102,7 @@ def _below(path: str, roots: Mapping[str, str]) -> str:
 
 def source(placeholder: fx.Node) -> str:
     """Dynamo's expression of an input: `L['self']._modules['fc']._parameters['weight']`."""
-    return str(getattr(source_of(placeholder), "name", ""))
+    return str(getattr(source_of(placeholder), "name", "")).replace(OWN_CALL, "")
 
 
 def _readable(source: str, fallback: str) -> str:

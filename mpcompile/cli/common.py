@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -19,8 +19,6 @@ from ..errors import MPCompileError
 from ..preview.factory import CONTRACT, Made, made_by
 from ..rules.policy import parse_dtype
 from ..settings import OPTIONS
-
-Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 LEVELS = ("O1", "O2", "O3")  # at O0 there is nothing to plan, and nothing to diagnose
 _POLICY = {
@@ -86,20 +84,10 @@ def given(options: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
     return {name: getattr(options, name) for name in names if hasattr(options, name)}
 
 
-def command(commands: Commands, name: str, *, help: str, about: str) -> argparse.ArgumentParser:
-    """A command that takes a factory.
-
-    Args:
-        commands: where to add it.
-        name: what users type.
-        help: its line in the list of commands.
-        about: what it does, in full sentences.
-    """
-    parser = commands.add_parser(
-        name, help=help, description=f"{about} {CONTRACT}.", formatter_class=Help
-    )
+def takes_factory(parser: argparse.ArgumentParser, about: str) -> None:
+    """Make a command one that takes a factory; `about` says what it does, in full sentences."""
+    parser.description, parser.formatter_class = f"{about} {CONTRACT}.", Help
     parser.add_argument("factory", metavar="pkg.module:factory", help="makes the model")
-    return parser
 
 
 def made(options: argparse.Namespace) -> Made:

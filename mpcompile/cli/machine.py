@@ -32,7 +32,7 @@ from ..runtime.records import compiled_plans
 from ..torch_inside.private_names import GONE, Part, why_off
 from ..torch_inside.version import NEWEST, OLDEST, RANGE, check_torch_version, is_untested
 from ..verify.verdicts import toolchain
-from .common import Commands, Help, add_option, failed, given, known_device, new_file, number, show
+from .common import Help, add_option, failed, given, known_device, new_file, number, show
 
 _LOW = {torch.bfloat16: "BF16", torch.float16: "FP16"}
 _STEPS = 5  # of `check`
@@ -40,24 +40,13 @@ _STEPS = 5  # of `check`
 _VARIABLES = ("MPCOMPILE_", "TORCHDYNAMO_", "TORCHINDUCTOR_", "TORCH_LOGS")
 
 
-def add(commands: Commands) -> None:
-    """Add the commands of this file."""
-    for one in (_add_info, _add_profile, _add_check, _add_demo):
-        one(commands)
-
-
-def _add_info(commands: Commands) -> None:
-    info = commands.add_parser("info", help="what this machine offers, and the dtype chosen")
+def _add_info(info: argparse.ArgumentParser) -> None:
     info.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1 (default: auto)")
     info.set_defaults(run=_info)
 
 
-def _add_profile(commands: Commands) -> None:
-    profile = commands.add_parser(
-        "profile",
-        help="measure how fast this device is in each dtype, for the planner",
-        formatter_class=Help,
-    )
+def _add_profile(profile: argparse.ArgumentParser) -> None:
+    profile.formatter_class = Help
     profile.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:1")
     profile.add_argument("--seconds", type=_seconds, default=100.0, help="about how long it takes")
     what = profile.add_mutually_exclusive_group()
@@ -171,13 +160,11 @@ def _gain(full: Sample | None, low: Sample | None) -> str:
     return f"{full.total / low.total:.2f}x"
 
 
-def _add_check(commands: Commands) -> None:
-    parser = commands.add_parser(
-        "check",
-        help="what works here: versions, units, torch's private names, a verified training",
-        description="Print the versions, which dtypes the devices have units for, which private "
-        "names torch lacks, and how a small GPT trains under Inductor at O1 and O2, with all that "
-        "is compiled verified. The exit status is 1 if a name is missing or a training fails.",
+def _add_check(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Print the versions, which dtypes the devices have units for, which private names torch "
+        "lacks, and how a small GPT trains under Inductor at O1 and O2, with all that is compiled "
+        "verified. The exit status is 1 if a name is missing or a training fails."
     )
     parser.add_argument("--device", default="auto", help="auto (default), cpu, cuda or cuda:N")
     parser.set_defaults(run=_check)
@@ -247,12 +234,8 @@ def _trained(level: Level, device: torch.device) -> str:
     return f"{course}; {said}"
 
 
-def _add_demo(commands: Commands) -> None:
-    demo = commands.add_parser(
-        "demo",
-        help="train a small GPT in FP32 and in mixed precision, side by side",
-        formatter_class=Help,
-    )
+def _add_demo(demo: argparse.ArgumentParser) -> None:
+    demo.formatter_class = Help
     defaults = DemoSettings()
     demo.add_argument("--steps", type=_steps, default=defaults.steps, help="training steps")
     add_option(demo, "dtype", default=defaults.dtype)
@@ -275,3 +258,6 @@ def _demo(options: argparse.Namespace, console: Console) -> int:
     names = (field.name for field in dataclasses.fields(DemoSettings))
     fault = run_demo(DemoSettings(**given(options, names)), console).fault
     return failed(() if fault is None else (fault,))
+
+
+FLAGS = {"info": _add_info, "profile": _add_profile, "check": _add_check, "demo": _add_demo}

@@ -28,9 +28,7 @@ from ..torch_inside.names import pytree
 from .common import (
     DEFAULTS,
     LEVELS,
-    Commands,
     add_option,
-    command,
     failed,
     given,
     known_device,
@@ -39,6 +37,7 @@ from .common import (
     number,
     show,
     show_tables,
+    takes_factory,
 )
 
 _OPTIONS = tuple(one.name for one in OPTIONS.values() if one.plans)
@@ -48,19 +47,10 @@ _DIAGNOSE_OPTIONS = (
 )  # fmt: skip
 
 
-def add(commands: Commands) -> None:
-    """Add the commands of this file."""
-    for name, help in (("plan", "the same as explain"), ("explain", "what is done, and why")):
-        _add_explain(commands, name, help)
-    _add_diagnose(commands)
-
-
-def _add_explain(commands: Commands, name: str, help: str) -> None:
-    explain = command(
-        commands,
-        name,
-        help=help,
-        about="Print what mpcompile does with a model, on this machine or on a GPU that it need "
+def _add_explain(explain: argparse.ArgumentParser) -> None:
+    takes_factory(
+        explain,
+        "Print what mpcompile does with a model, on this machine or on a GPU that it need "
         "not have, and why: the precision of each operator, the Tensor Core share of the FLOPs, "
         "sizes worth changing, graphs left in FP32, graph breaks, and the bytes saved for the "
         "backward. Nothing is trained. The exit status is 1 if a condition of --fail-... holds. "
@@ -162,12 +152,10 @@ def _conditions(options: argparse.Namespace, plan: Plan) -> Iterator[str]:
         yield f"--fail-on-graph-break: {len(plan.breaks)} graph breaks: {'; '.join(plan.breaks)}"
 
 
-def _add_diagnose(commands: Commands) -> None:
-    diagnose = command(
-        commands,
-        "diagnose",
-        help="find the line of your model where a number goes wrong",
-        about="Take a training step of a copy of a model in FP64, in FP32 and as mpcompile "
+def _add_diagnose(diagnose: argparse.ArgumentParser) -> None:
+    takes_factory(
+        diagnose,
+        "Take a training step of a copy of a model in FP64, in FP32 and as mpcompile "
         "rewrites it, and report the operators that overflow, underflow or are far off, with their "
         "lines in your program, and what to keep in FP32. The exit status is 1 if --fail-on-fault "
         f"is given and something is wrong. {DEFAULTS}.",
@@ -232,3 +220,6 @@ def _faults(report: Report) -> Iterator[str]:
         yield f"--fail-on-fault: faults: {len(report.faults)}: {found}"
     elif not math.isfinite(loss := report.losses["low"]):
         yield f"--fail-on-fault: the loss is {loss}"
+
+
+FLAGS = {"plan": _add_explain, "explain": _add_explain, "diagnose": _add_diagnose}

@@ -11,9 +11,13 @@ from typing import Any
 import torch
 from torch import fx
 
+from ..torch_inside.modules import COMPILED_CALL
 from .dtypes import SHORT
 from .marks import is_marked, mark
 from .values import op_name
+
+OWN_CALL = f".{COMPILED_CALL}._module"
+"""In Dynamo's expression of what is in a module whose call is ours (`runtime/module_call.py`)."""
 
 
 def module_path(node: fx.Node) -> str:
@@ -21,7 +25,7 @@ def module_path(node: fx.Node) -> str:
     stack = node.meta.get("nn_module_stack")
     if not stack:
         return ""
-    path = str(next(reversed(stack.values()))[0])
+    path = str(next(reversed(stack.values()))[0]).replace(OWN_CALL, "")
     path = re.sub(r"\._modules\['([^']*)'\]|\[['\"]?([^'\"\]]*)['\"]?\]",
                   lambda m: "." + (m.group(1) or m.group(2)), path)  # fmt: skip
     head, _, rest = path.partition(".")  # "L.self.layers.0": drop the variable Dynamo names

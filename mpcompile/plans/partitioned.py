@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-import re
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -125,9 +124,7 @@ def _is_view(node: fx.Node) -> bool:
 
 def _describe(node: fx.Node) -> Saved:
     value = node.meta["val"]
-    stack = node.meta.get("nn_module_stack") or {"": ("", None)}
-    path = str(list(stack.values())[-1][0]).partition(".")[2] or str(list(stack.values())[-1][0])
-    words = re.findall(r"\w+", path)
+    words = ir.module_path(node).split(".")
     target = node.args[0].target if node.target is operator.getitem else node.target  # type: ignore[union-attr]
     return Saved(
         op=str(getattr(target, "__name__", target)).removesuffix(".default"),

@@ -11,8 +11,7 @@ doesn't do.
 * Dynamo guards neither on the module's own hooks nor on which optimizer holds its parameters. So
   the module is compiled again when its hooks change, and when an `MPOptimizer` takes over
   parameters of an O2 model.
-* Within what someone else compiles, the graph ends at a call of ours that Dynamo traces. A module
-  without hooks it inlines instead, in FP32, and never reads its compiled call (docs/limits.md).
+* Within what someone else compiles, the graph ends at a call of ours (`read_by_dynamo`).
 * FSDP2 gathers parameters in hooks that no graph can hold (`sharded_call.py`).
 * TorchScript's tracer, and the ONNX exporter above it, refuse what Dynamo compiled: they get the
   plain module or function.
@@ -148,12 +147,13 @@ class ModuleCall:
         self._compiled = self._compile(divides=False)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        # TorchScript traces operators: those of the plain module.
-        if torchscript_trace() is not None:
-            return (self._method or plain_call(type(self._module)))(self._module, *args, **kwargs)
-        if torch.compiler.is_dynamo_compiling() and not is_traced_by_us():
-            return _APART(self, *args, **kwargs)
-        return self._call(*args, **kwargs)
+        if torch.compiler.is_dynamo_compiling():
+            if not (is_traced_by_us() or torch.compiler.is_exporting()):
+                return _APART(self, *args, **kwargs)
+        elif torchscript_trace() is None:
+            return self._call(*args, **kwargs)
+        # What traces operators gets those of the plain module.
+        return (self._method or plain_call(type(self._module)))(self._module, *args, **kwargs)
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
         if self._sample is not None and self._sample.dtype is not self._dtype:
@@ -162,7 +162,7 @@ class ModuleCall:
             self._check(self._module)
             self._checked = True
         self._look_at_forward()
-        if self._keeps_copies and not torch.compiler.is_dynamo_compiling():
+        if self._keeps_copies:
             follow_grad_mode(self._module)
         if self._is_stale() or self._is_to_be_divided():
             self._compiled = self._compile()
@@ -171,7 +171,7 @@ class ModuleCall:
             args, kwargs = widened(args, kwargs, made)
         result = self._compiled(*args, **kwargs)
         refuse_written(made)
-        if not self._told and not torch.compiler.is_dynamo_compiling():
+        if not self._told:
             if torch.is_grad_enabled():
                 uncalled.called(self._module)
             # After a call that may compile more than this one did, it is too early to tell.
@@ -189,7 +189,7 @@ class ModuleCall:
         module = self._module
         check_engines(module)
         regions: Collection[nn.Module] = ()
-        if self._regions is not None and divides and not torch.compiler.is_dynamo_compiling():
+        if self._regions is not None and divides:
             self._regions.divide(self._backend, self._for_each)
             regions = self._regions.modules
         for part in parts_of(module, regions):
@@ -220,12 +220,10 @@ class ModuleCall:
         set_compiled_call(part, ends_graph(call))
 
     def _is_to_be_divided(self) -> bool:
-        """Whether equal modules are still to be found: at the first call that Dynamo doesn't trace,
-        when hooks and optimizers are there.
+        """Whether equal modules are still to be found: at the first call, when hooks and optimizers
+        are there.
         """
-        if self._regions is None or self._regions.divided:
-            return False
-        return not torch.compiler.is_dynamo_compiling()
+        return self._regions is not None and not self._regions.divided
 
     def _for_each(self, kind: type[nn.Module], backend: Callable[..., Any]) -> Callable[..., Any]:
         """The call of any module of a class, compiled; it takes the module, too."""
@@ -241,11 +239,7 @@ class ModuleCall:
         """A function with code of its own, compiled."""
         compiled = compiled_by(backend, own, **self._compile_kwargs)
         ends = [self._regions.ending_graphs] if self._regions is not None else []
-        run = running(compiled, own, *ends, looking=looking, **settings_for(self._module))
-        # In an attribute of an object, Dynamo takes a wrapper that has this mark for the function
-        # below it: within a function that someone else compiles, it would skip `run`.
-        vars(run).pop("_torchdynamo_inline", None)
-        return run
+        return running(compiled, own, *ends, looking=looking, **settings_for(self._module))
 
     def _is_stale(self) -> bool:
         """Whether something has changed that Dynamo doesn't guard on."""
@@ -261,9 +255,7 @@ class ModuleCall:
 
     def _is_sharded_again(self) -> bool:
         """Whether an engine has taken charge of the module, or of parts of it."""
-        if torch.compiler.is_dynamo_compiling() or (
-            self._engines == (engines := fsdp.engines(self._module))
-        ):
+        if self._engines == (engines := fsdp.engines(self._module)):
             return False
         self._engines = engines
         check_engines(self._module)

@@ -31,6 +31,7 @@ import torch
 from torch import nn
 
 from ..errors import MPCompileError, MPCompileWarning
+from ..lower.tracing_settings import is_traced_by_us
 from ..torch_inside.modules import COMPILED_CALL, compiled_call, plain_call, set_compiled_call
 
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
@@ -186,7 +187,8 @@ class _Forward:
         self._own = vars(module).get("forward")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_dynamo_compiling() or self._is_redirected():
+        tracing = torch.compiler.is_dynamo_compiling()
+        if is_traced_by_us() if tracing else self._is_redirected():
             return plain_call(self._module)(*args, **kwargs)
         return self._compiled(*args, **kwargs)
 

@@ -33,6 +33,20 @@ def set_compiled_call(module: nn.Module, call: Callable[..., Any] | None) -> Non
     module._compiled_call_impl = call
 
 
+def read_by_dynamo(module: nn.Module) -> None:
+    """Let Dynamo read what a call of the module runs, where it traces a caller of it.
+
+    It traces the forward of a module without hooks instead, and never looks at its compiled call
+    (`UnspecializedNNModuleVariable.call_function`, read in torch 2.12 to 2.14). It counts as hooks
+    these notes, too, which say of each hook whether it takes keyword arguments; of no hook they say
+    nothing to anyone else.
+    """
+    module._forward_pre_hooks_with_kwargs[_NO_HOOK] = False
+
+
+_NO_HOOK = -1  # torch counts hooks from 0
+
+
 def buffers_of(module: nn.Module) -> dict[str, Any]:
     """The dict in which a module holds its buffers."""
     return module._buffers

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import importlib.metadata
+import importlib.util
 import re
 import sys
 import warnings
@@ -76,14 +79,19 @@ def _refuse_without_torch() -> NoReturn:
     if Path(*sys.argv[:1]).stem == "mpcompile":
         print(f"mpcompile: {text}", file=sys.stderr)
         sys.exit(2)
-    raise ModuleNotFoundError(text, name="torch") from None
+    raise ModuleNotFoundError(text, name="torch")
 
 
-try:
-    import torch
-except ModuleNotFoundError as error:
-    if error.name != "torch":
-        raise
-    _refuse_without_torch()
+def _installed() -> str | None:
+    """The version of torch, which isn't imported for it; None where only an import tells."""
+    if torch := sys.modules.get("torch"):
+        return str(torch.__version__)
+    if importlib.util.find_spec("torch") is None:
+        _refuse_without_torch()
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        return importlib.metadata.version("torch")
+    return None
 
-warn_of_version(torch.__version__)
+
+if (_version := _installed()) is not None:
+    warn_of_version(_version)

@@ -8,6 +8,8 @@ FP32 is what is judged.
 
 from __future__ import annotations
 
+import math
+import time
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -71,8 +73,10 @@ class Reference:
         inputs: Sequence[Any],
         wanted: Collection[fx.Node],
         known: Mapping[fx.Node, Any],
+        end: float = math.inf,
     ) -> Iterator[tuple[fx.Node, Pair]]:
-        """The wanted nodes with their values, in the graph's order; other values die early.
+        """The wanted nodes with their values, in the graph's order; other values die early, and
+        inputs are widened late.
 
         A write to an input is the value of its `copy_`, and changes nothing.
 
@@ -81,22 +85,31 @@ class Reference:
             inputs: its inputs.
             wanted: what is asked for.
             known: values of nodes that others are computed of, in place of their own.
+            end: when it stops, in seconds of `time.perf_counter`, if it has given one.
         """
+        gave = False
         needed = ancestors(wanted, known)
         env: dict[fx.Node, Pair] = {}
         nodes = [node for node in gm.graph.nodes if node in needed]
         uses = Counter(arg for node in nodes for arg in node.all_input_nodes)
         given = dict(zip(gm.graph.find_nodes(op="placeholder"), inputs, strict=True))
         for node in nodes:
+            if gave and time.perf_counter() > end:
+                return
             if node.op == "placeholder":
+                if node not in wanted:
+                    continue
                 env[node] = self.pair(given[node])
             elif node.op == "get_attr":
                 env[node] = self.pair(_attribute(gm, str(node.target)))
             elif node in known and node not in wanted:
                 env[node] = self._known(known[node])
             else:
+                late = [n for n in node.all_input_nodes if n in given and n not in env]
+                env.update((n, self.pair(given[n])) for n in late)
                 env[node] = self._call(node, env)
             if node in wanted:
+                gave = True
                 yield node, env[node]
                 if node in known:
                     env[node] = self._known(known[node])

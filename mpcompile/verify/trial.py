@@ -139,12 +139,9 @@ class Trial:
         known, numbers = self._known(results), self._numbers(only)
         doubtful: dict[int, Errors] = {}
         reference = self._reference(torch.float32)
-        compared: set[int] = set()
-        for node, pair in self._values(reference, set(numbers), known):
-            if compared and time.perf_counter() > end:
-                found.late = {n for some in numbers.values() for n in some} - compared
-                break
-            compared.update(numbers[node])
+        found.late = {n for some in numbers.values() for n in some}
+        for node, pair in self._values(reference, set(numbers), known, end):
+            found.late.difference_update(numbers[node])
             for number in numbers[node]:
                 errors = _errors(results[number], pair)
                 if errors is not None and not errors.right:
@@ -191,11 +188,15 @@ class Trial:
             found.worst = max(found.worst, errors.ratio)
 
     def _values(
-        self, reference: Reference, wanted: Collection[fx.Node], known: Mapping[fx.Node, Any]
+        self,
+        reference: Reference,
+        wanted: Collection[fx.Node],
+        known: Mapping[fx.Node, Any],
+        end: float = math.inf,
     ) -> Iterator[tuple[fx.Node, Pair]]:
         if wanted:
             with drawing_from(self._state, self.inputs):
-                yield from reference.run(self.gm, self.inputs, wanted, known)
+                yield from reference.run(self.gm, self.inputs, wanted, known, end)
 
     def _known(self, results: Sequence[Any]) -> dict[fx.Node, Any]:
         """What the call returned, by node; not its inputs and not what it wrote to them."""

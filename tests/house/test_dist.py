@@ -159,7 +159,7 @@ def test_a_torch_that_lacks_something_is_not_called_missing(environment: Path) -
     broken = environment / "broken" / "torch"
     broken.mkdir(parents=True)
     (broken / "__init__.py").write_text("import part_of_torch")
-    code = f"import sys; sys.path.insert(0, {str(broken.parent)!r}); import mpcompile"
+    code = f"import sys; sys.path.insert(0, {str(broken.parent)!r}); import mpcompile.api"
     done = python(environment, "-c", code)
     assert done.stderr.splitlines()[-1] == "ModuleNotFoundError: No module named 'part_of_torch'"
 

@@ -1,6 +1,8 @@
 """What is asked about a model that `torch.compile(backend="mpcompile")` has compiled."""
 
+import copy
 import gc
+import pickle
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -98,3 +100,55 @@ def test_nothing_is_kept_alive() -> None:
     torch._dynamo.reset()
     gc.collect()
     assert alive() is None
+
+
+class Calls(nn.Module):
+    """Holds a compiled module, as a list does."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.nets = nn.ModuleList([net])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.nets[0](x).relu()
+
+
+AROUND: dict[str, Callable[[nn.Module], Callable[..., Any]]] = {
+    "sequential": lambda net: torch.compile(nn.Sequential(net, nn.ReLU()), backend="aot_eager"),
+    "function": lambda net: torch.compile(lambda x: net(x).relu(), backend="aot_eager"),
+    "module": lambda net: torch.compile(Calls(net), backend="aot_eager"),
+    "in place": lambda net: _compiled_in_place(Calls(net)),
+    "dynamic": lambda net: torch.compile(Calls(net), backend="aot_eager", dynamic=True),
+}
+
+
+def _compiled_in_place(net: nn.Module) -> nn.Module:
+    net.compile(backend="aot_eager")
+    return net
+
+
+@pytest.mark.parametrize("first", ["called before", "trained", "evaluated"])
+@pytest.mark.parametrize("how", AROUND)
+def test_compiled_by_us_within_what_torch_compiles(how: str, first: str) -> None:
+    """Otherwise torch traces the forward of a module without hooks, which would run in FP32."""
+    net, x = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), torch.randn(2, 8)
+    mpcompile(net, dtype=torch.bfloat16, emit="aot_eager", strict=True)
+    if first == "called before":
+        net(x)
+    around = AROUND[how](net)
+    with torch.set_grad_enabled(first != "evaluated"):
+        low = around(x)
+        assert torch.equal(low, net(x).relu())
+        assert not torch.equal(low, net[1](net[0](x)).relu())  # in FP32
+    if first != "evaluated":
+        low.sum().backward()
+        assert all(torch.any(p.grad) for p in net.parameters())  # type: ignore[arg-type]
+
+
+def test_copies_of_what_is_compiled_stay_plain() -> None:
+    net = mpcompile(nn.Sequential(nn.Linear(8, 8)), dtype=torch.bfloat16, emit="aot_eager")
+    x = torch.randn(2, 8)
+    for copied in (copy.deepcopy(net), pickle.loads(pickle.dumps(net))):
+        around = torch.compile(nn.Sequential(copied), backend="aot_eager", fullgraph=True)
+        assert torch.equal(around(x), copied[0](x))
+        assert not copied._forward_pre_hooks
