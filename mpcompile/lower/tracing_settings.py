@@ -173,9 +173,11 @@ def take_back() -> None:
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def is_traced_by_us() -> bool:
-    """For code that Dynamo traces: whether it traces a function of ours (`traced_with`)."""
-    return bool(_thread.wanted)
+def is_inlined() -> bool:
+    """For code that Dynamo traces: whether what we have compiled becomes a part of its graph, as it
+    was before: in a function of ours (`traced_with`), and where it is exported.
+    """
+    return bool(_thread.wanted) or torch.compiler.is_exporting()
 
 
 # Disabled for Dynamo: a `backward()` within a compiled function compiles the backward while Dynamo

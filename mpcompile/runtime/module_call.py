@@ -28,7 +28,7 @@ from torch import nn
 
 from ..capture.autocast_region import noting_regions
 from ..errors import MPCompileError
-from ..lower.tracing_settings import is_traced_by_us, settings_for, traced_with
+from ..lower.tracing_settings import is_inlined, settings_for, traced_with
 from ..ranks import fsdp
 from ..ranks.refuse import check_engines
 from ..scaling import foreign, parameters
@@ -44,6 +44,9 @@ from .regions import Regions
 from .sharded_call import between_hooks, ends_graph, own_forward, parts_of
 
 __all__ = ["ModuleCall", "compiled_part", "running"]
+
+
+_REASON = "mpcompile() has compiled this by itself"
 
 
 def running(
@@ -65,13 +68,8 @@ def running(
         assert looking is not None
         return looking.at(inner, args, kwargs)
 
-    @functools.wraps(compiled)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        if torchscript_trace() is not None:  # it traces operators: those of the plain function
-            return plain(*args, **kwargs)
-        call = inner
-        if looking is not None and not torch.compiler.is_dynamo_compiling() and looking.due:
-            call = look
+    def untraced(*args: Any, **kwargs: Any) -> Any:
+        call = look if looking is not None and looking.due else inner
         try:
             if foreign.is_under_autocast():
                 with foreign.without_autocast():
@@ -83,10 +81,18 @@ def running(
             if isinstance(error, MPCompileError):
                 raise error from error.__cause__  # keep our cause; drop Dynamo's wrapper
             raise
-        if not torch.compiler.is_dynamo_compiling():
-            given_up.look()
+        given_up.look()
         return result
 
+    apart = torch.compiler.disable(untraced, reason=_REASON)
+
+    @functools.wraps(compiled)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            return (plain if is_inlined() else apart)(*args, **kwargs)
+        return (untraced if torchscript_trace() is None else plain)(*args, **kwargs)
+
+    vars(run).pop("_torchdynamo_inline", None)  # Dynamo would trace `plain` in its place
     return run
 
 
@@ -148,11 +154,10 @@ class ModuleCall:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():
-            if not (is_traced_by_us() or torch.compiler.is_exporting()):
+            if not is_inlined():
                 return _APART(self, *args, **kwargs)
         elif torchscript_trace() is None:
             return self._call(*args, **kwargs)
-        # What traces operators gets those of the plain module.
         return (self._method or plain_call(type(self._module)))(self._module, *args, **kwargs)
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
@@ -280,6 +285,4 @@ class ModuleCall:
 
 # Of the class: one of `self` would be a cycle, and a module whose call is replaced tells so at once
 # (`uncalled.py`) only if nothing else holds the call.
-_APART = torch.compiler.disable(
-    ModuleCall._call, reason="mpcompile() has compiled this module by itself"
-)
+_APART = torch.compiler.disable(ModuleCall._call, reason=_REASON)

@@ -31,7 +31,7 @@ import torch
 from torch import nn
 
 from ..errors import MPCompileError, MPCompileWarning
-from ..lower.tracing_settings import is_traced_by_us
+from ..lower.tracing_settings import is_inlined
 from ..torch_inside.modules import COMPILED_CALL, compiled_call, plain_call, set_compiled_call
 
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
@@ -188,7 +188,7 @@ class _Forward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         tracing = torch.compiler.is_dynamo_compiling()
-        if is_traced_by_us() if tracing else self._is_redirected():
+        if is_inlined() if tracing else self._is_redirected():
             return plain_call(self._module)(*args, **kwargs)
         return self._compiled(*args, **kwargs)
 

@@ -145,6 +145,25 @@ def test_compiled_by_us_within_what_torch_compiles(how: str, first: str) -> None
         assert all(torch.any(p.grad) for p in net.parameters())  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("kind", ["function", "method", "step"])
+def test_functions_compiled_by_us_within_what_torch_compiles(kind: str) -> None:
+    net, x = nn.Linear(8, 8), torch.randn(2, 8)
+    ours = mpcompile(dtype=torch.bfloat16, emit="aot_eager", strict=True)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        loss = net(x).square().sum()
+        loss.backward()
+        return loss
+
+    if kind == "method":
+        net.run = ours(lambda x: net(x))
+    run = {"function": ours(lambda x: net(x)), "method": lambda x: net.run(x), "step": ours(step)}
+    plain = (lambda x: net(x).square().sum()) if kind == "step" else net
+    low = torch.compile(lambda x: run[kind](x) * 1, backend="aot_eager")(x)
+    assert torch.equal(low, run[kind](x))
+    assert not torch.equal(low, plain(x))
+
+
 def test_copies_of_what_is_compiled_stay_plain() -> None:
     net = mpcompile(nn.Sequential(nn.Linear(8, 8)), dtype=torch.bfloat16, emit="aot_eager")
     x = torch.randn(2, 8)
