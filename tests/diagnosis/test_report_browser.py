@@ -1,14 +1,22 @@
 """The page of a report in headless Chromium, from file:// and without a network."""
 
 import dataclasses
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from browser import CHROMEDRIVER, CHROMIUM, WIDTHS, browser, cut_at, opened
+from browser import (
+    CHROMEDRIVER,
+    CHROMIUM,
+    WIDTHS,
+    browser,
+    cut_at,
+    opened,
+    undisturbed,
+    written,
+)  # fmt: skip
 from reports import EVIL, faulty, node, numbers
 from torch import nn
 
@@ -65,11 +73,7 @@ def driver() -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Report, Path]]:
-    folder = tmp_path_factory.mktemp("pages")
-    made = {name: (make(), folder / f"{name}.html") for name, make in REPORTS.items()}
-    for report, path in made.values():
-        report.to_html(path)
-    return made
+    return written(tmp_path_factory.mktemp("pages"), REPORTS)
 
 
 class Reader:
@@ -100,17 +104,8 @@ class Reader:
 
 @pytest.fixture
 def read(driver: Any, pages: dict[str, tuple[Report, Path]]) -> Iterator[Callable[[str], Reader]]:
-    """Opens a page; afterwards nothing may stand in the console, and nothing been asked for."""
-    driver.get_log("performance")
-    yield lambda name: Reader(driver, *pages[name])
-    assert driver.get_log("browser") == []
-    messages = (json.loads(entry["message"])["message"] for entry in driver.get_log("performance"))
-    asked = {
-        message["params"]["request"]["url"].partition(":")[0]
-        for message in messages
-        if message["method"] == "Network.requestWillBeSent"
-    }
-    assert asked <= {"file"}
+    with undisturbed(driver):
+        yield lambda name: Reader(driver, *pages[name])
 
 
 def test_from_the_fault_to_its_numbers(read: Callable[[str], Reader]) -> None:

@@ -1,13 +1,21 @@
 """The page of a plan in headless Chromium, from file:// and without a network."""
 
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import page_plans
 import pytest
-from browser import CHROMEDRIVER, CHROMIUM, WIDTHS, browser, cut_at, opened
+from browser import (
+    CHROMEDRIVER,
+    CHROMIUM,
+    WIDTHS,
+    browser,
+    cut_at,
+    opened,
+    undisturbed,
+    written,
+)  # fmt: skip
 
 from mpcompile.planner.min_cut import NEVER
 from mpcompile.plans.graph_plan import PlanNode
@@ -38,11 +46,7 @@ def driver() -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def plans(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Plan, Path]]:
-    folder = tmp_path_factory.mktemp("pages")
-    made = {name: (make(), folder / f"{name}.html") for name, make in PLANS.items()}
-    for plan, path in made.values():
-        plan.to_html(path)
-    return made
+    return written(tmp_path_factory.mktemp("pages"), PLANS)
 
 
 class Reader:
@@ -81,17 +85,8 @@ class Reader:
 
 @pytest.fixture
 def read(driver: Any, plans: dict[str, tuple[Plan, Path]]) -> Iterator[Callable[[str], Reader]]:
-    """Opens a page; afterwards nothing may stand in the console, and nothing been asked for."""
-    driver.get_log("performance")
-    yield lambda name: Reader(driver, *plans[name])
-    assert driver.get_log("browser") == []
-    messages = (json.loads(entry["message"])["message"] for entry in driver.get_log("performance"))
-    asked = {
-        message["params"]["request"]["url"].partition(":")[0]
-        for message in messages
-        if message["method"] == "Network.requestWillBeSent"
-    }
-    assert asked <= {"file"}
+    with undisturbed(driver):
+        yield lambda name: Reader(driver, *plans[name])
 
 
 def last_full(plan: Plan, op: str) -> PlanNode:

@@ -102,66 +102,24 @@ def test_nothing_is_kept_alive() -> None:
     assert alive() is None
 
 
-class Calls(nn.Module):
-    """Holds a compiled module, as a list does."""
-
-    def __init__(self, net: nn.Module) -> None:
-        super().__init__()
-        self.nets = nn.ModuleList([net])
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.nets[0](x).relu()
-
-
-AROUND: dict[str, Callable[[nn.Module], Callable[..., Any]]] = {
-    "sequential": lambda net: torch.compile(nn.Sequential(net, nn.ReLU()), backend="aot_eager"),
-    "function": lambda net: torch.compile(lambda x: net(x).relu(), backend="aot_eager"),
-    "module": lambda net: torch.compile(Calls(net), backend="aot_eager"),
-    "in place": lambda net: _compiled_in_place(Calls(net)),
-    "dynamic": lambda net: torch.compile(Calls(net), backend="aot_eager", dynamic=True),
-}
-
-
-def _compiled_in_place(net: nn.Module) -> nn.Module:
-    net.compile(backend="aot_eager")
-    return net
-
-
-@pytest.mark.parametrize("first", ["called before", "trained", "evaluated"])
-@pytest.mark.parametrize("how", AROUND)
-def test_compiled_by_us_within_what_torch_compiles(how: str, first: str) -> None:
-    """Otherwise torch traces the forward of a module without hooks, which would run in FP32."""
-    net, x = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), torch.randn(2, 8)
-    mpcompile(net, dtype=torch.bfloat16, emit="aot_eager", strict=True)
-    if first == "called before":
-        net(x)
-    around = AROUND[how](net)
-    with torch.set_grad_enabled(first != "evaluated"):
-        low = around(x)
-        assert torch.equal(low, net(x).relu())
-        assert not torch.equal(low, net[1](net[0](x)).relu())  # in FP32
-    if first != "evaluated":
-        low.sum().backward()
-        assert all(torch.any(p.grad) for p in net.parameters())  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("kind", ["function", "method", "step"])
-def test_functions_compiled_by_us_within_what_torch_compiles(kind: str) -> None:
+@pytest.mark.parametrize("first", ["called before", "not called"])
+@pytest.mark.parametrize("is_step", [False, True])
+def test_a_function_of_ours_within_what_torch_compiles(is_step: bool, first: str) -> None:
+    """(Of modules: test_uncalled.py.)"""
     net, x = nn.Linear(8, 8), torch.randn(2, 8)
-    ours = mpcompile(dtype=torch.bfloat16, emit="aot_eager", strict=True)
 
-    def step(x: torch.Tensor) -> torch.Tensor:
-        loss = net(x).square().sum()
-        loss.backward()
-        return loss
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        out = net(x)
+        if is_step:
+            out.sum().backward()
+        return out
 
-    if kind == "method":
-        net.run = ours(lambda x: net(x))
-    run = {"function": ours(lambda x: net(x)), "method": lambda x: net.run(x), "step": ours(step)}
-    plain = (lambda x: net(x).square().sum()) if kind == "step" else net
-    low = torch.compile(lambda x: run[kind](x) * 1, backend="aot_eager")(x)
-    assert torch.equal(low, run[kind](x))
-    assert not torch.equal(low, plain(x))
+    run = mpcompile(forward, dtype=torch.bfloat16, emit="aot_eager", strict=True)
+    if first == "called before":
+        run(x)
+    low = torch.compile(lambda x: run(x) * 1, backend="aot_eager")(x)
+    assert torch.equal(low, run(x))
+    assert not torch.equal(low, net(x))
 
 
 def test_copies_of_what_is_compiled_stay_plain() -> None:

@@ -212,6 +212,8 @@ AGAIN: dict[str, Any] = {
         nn.Sequential(m)
     ),
     "torch.compile": lambda m: torch.compile(m, backend="eager"),
+    "torch.compile of a caller": lambda m: torch.compile(lambda x: m(x), backend="eager"),
+    "torch.compile of a parent": lambda m: torch.compile(nn.Sequential(m), backend="aot_eager"),
     "torch.compile of its forward": of_its_forward,
     "mpcompile": lambda m: mpcompile(m, emit="eager"),  # BF16, whose numbers FP16 has, too
 }

@@ -1,8 +1,9 @@
 """Headless Chromium without a network, for the tests of pages and for their pictures."""
 
 import contextlib
+import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,29 @@ def opened(driver: Any, path: Path) -> Any:
     driver.get("about:blank")  # a change of the fragment alone would not load it again
     driver.get(path.resolve().as_uri())
     return driver
+
+
+@contextlib.contextmanager
+def undisturbed(driver: Any) -> Iterator[None]:
+    """In this context nothing may come to stand in the console, and nothing be asked for."""
+    driver.get_log("performance")
+    yield
+    assert driver.get_log("browser") == []
+    messages = (json.loads(entry["message"])["message"] for entry in driver.get_log("performance"))
+    asked = {
+        message["params"]["request"]["url"].partition(":")[0]
+        for message in messages
+        if message["method"] == "Network.requestWillBeSent"
+    }
+    assert asked <= {"file"}
+
+
+def written(folder: Path, made: Mapping[str, Callable[[], Any]]) -> dict[str, tuple[Any, Path]]:
+    """Plans or reports by name, each with its page."""
+    pages = {name: (make(), folder / f"{name}.html") for name, make in made.items()}
+    for one, path in pages.values():
+        one.to_html(path)
+    return pages
 
 
 WIDTHS = (800, 1400, 2000)
