@@ -197,7 +197,7 @@ def bytes_moved(optimizer: MPOptimizer) -> int:
     """Bytes that its one step reads and writes, each input of a graph read once. torch's fused
     AdamW reads p, g, m and v and writes p, m and v, and g if that is clipped.
     """
-    (step,) = optimizer._steps.all
+    (step,) = optimizer._steps._steps.values()
     traced = step.traced
     gradients = [m.param.grad for m in step.key.members if m.param.grad is not None]
     norms = sum(g.numel() * g.element_size() for g in gradients)
