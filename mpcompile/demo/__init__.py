@@ -5,6 +5,6 @@ the demo itself is ``mpcompile.demo.run``.
 """
 
 from .corpus import Corpus, corpus, held_out_batches, text_batches
-from .gpt import GPT, GPTConfig, generate
+from .gpt import GPT, GPTConfig
 
-__all__ = ["GPT", "Corpus", "GPTConfig", "corpus", "generate", "held_out_batches", "text_batches"]
+__all__ = ["GPT", "Corpus", "GPTConfig", "corpus", "held_out_batches", "text_batches"]

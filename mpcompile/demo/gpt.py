@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["GPT", "GPTConfig", "generate"]
+__all__ = ["GPT", "GPTConfig"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,20 +129,3 @@ class GPT(nn.Module):
     def forward(self, idx: Tensor, targets: Tensor) -> Tensor:
         """Return the mean loss, a scalar, of predicting ``targets`` (B, T) from ``idx`` (B, T)."""
         return F.cross_entropy(self.logits(idx).flatten(0, 1), targets.flatten())
-
-
-@torch.no_grad()
-def generate(model: GPT, prompt: Tensor, length: int, *, top: int = 8, seed: int = 0) -> Tensor:
-    """Continue ``prompt`` (T,) by ``length`` tokens, each drawn from the ``top`` likeliest.
-
-    Calls `GPT.logits` directly, so a compiled model is sampled in plain eager FP32 and nothing
-    recompiles. Returns the new tokens only, (length,).
-    """
-    generator = torch.Generator(device=prompt.device).manual_seed(seed)
-    tokens = prompt
-    for _ in range(length):
-        window = tokens[-model.config.context :]
-        likeliest = model.logits(window[None])[0, -1].topk(top)
-        choice = torch.multinomial(likeliest.values.softmax(0), 1, generator=generator)
-        tokens = torch.cat([tokens, likeliest.indices[choice]])
-    return tokens[len(prompt) :]

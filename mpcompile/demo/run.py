@@ -13,10 +13,8 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
-from rich.panel import Panel
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 from rich.table import Table
-from rich.text import Text
 from torch import Tensor
 
 from ..api import mpcompile
@@ -27,7 +25,7 @@ from ..rules.policy import parse_dtype
 from ..runtime.records import compiled_plans, loss_scale_of
 from ..settings import Emits, LevelWord
 from .corpus import corpus, held_out_batches, text_batches
-from .gpt import GPT, GPTConfig, generate
+from .gpt import GPT, GPTConfig
 from .train import Trainee, held_out_loss
 
 __all__ = ["DemoResult", "DemoSettings", "Outcome", "run"]
@@ -39,8 +37,6 @@ LAST_STEPS = 20
 # How far the losses of the two may end from one another, of FP32's. At the demo's real size,
 # rounding makes a few tenths of a percent.
 APART = 0.02
-PROMPT = "The "
-SAMPLE = 240
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,8 +85,8 @@ class Outcome:
 
 @dataclasses.dataclass(frozen=True)
 class DemoResult:
-    """Both outcomes, the meaning of "memory", what mixed precision can gain on this machine, the
-    directories of the dumps, and a sample of the text learned: empty if the model makes NaN.
+    """Both outcomes, the meaning of "memory", what mixed precision can gain on this machine, and
+    the directories of the dumps.
     """
 
     full: Outcome
@@ -98,7 +94,6 @@ class DemoResult:
     memory_kind: str
     can_gain: str
     dumps: list[Path]
-    sample: str
 
     @property
     def fault(self) -> str | None:
@@ -156,12 +151,8 @@ def run(settings: DemoSettings, console: Console) -> DemoResult:
         memory_kind=full.memory_kind,
         can_gain=can_gain(device, dtype),
         dumps=[plan.dump_dir for plan in plans if plan.dump_dir is not None],
-        sample="",
     )
     console.print(_table(result))
-    if math.isfinite(result.mixed.held_out_loss):  # else there is nothing to draw from
-        result = dataclasses.replace(result, sample=_sample(mixed.model, settings.seed))
-        console.print(Panel(Text(PROMPT + result.sample), title=f"text by the {mixed.name} model"))
     return result
 
 
@@ -248,12 +239,6 @@ def _outcome(trainee: Trainee, judge: list[tuple[Tensor, Tensor]]) -> Outcome:
     )
 
 
-def _sample(model: GPT, seed: int) -> str:
-    device = model.head.weight.device
-    prompt = torch.tensor(list(PROMPT.encode()), device=device)
-    return bytes(generate(model, prompt, SAMPLE, seed=seed).tolist()).decode(errors="replace")
-
-
 def _table(result: DemoResult) -> Table:
     full, mixed = result.full, result.mixed
     table = Table(title="FP32 beside mixed precision: same seed, same batches")
@@ -262,39 +247,17 @@ def _table(result: DemoResult) -> Table:
     table.add_column(mixed.name, justify="right")
     table.add_column("", style="dim", overflow="fold")
 
-    def row(title: str, left: str, right: str, note: str = "") -> None:
-        table.add_row(title, left, right, note)
-
-    row(
-        "held-out loss",
-        f"{full.held_out_loss:.4f}",
-        f"{mixed.held_out_loss:.4f}",
-        "nats per byte; both judged in eager FP32",
-    )
-    row(
-        "training loss",
-        f"{full.train_loss:.4f}",
-        f"{mixed.train_loss:.4f}",
-        f"mean of the last {LAST_STEPS} steps",
-    )
-    row(
-        "ms per step",
-        f"{1e3 * full.median:.1f}",
-        f"{1e3 * mixed.median:.1f}",
-        f"median; {full.median / mixed.median:.2f}x the speed of FP32",
-    )
-    row(
-        "first step, s",
-        f"{full.first_step:.1f}",
-        f"{mixed.first_step:.1f}",
-        "compiles, or finds it in Inductor's cache",
-    )
-    row(
-        "memory, MiB",
-        f"{full.memory / 2**20:.1f}",
-        f"{mixed.memory / 2**20:.1f}",
-        f"{result.memory_kind}; {mixed.memory / full.memory:.0%} of FP32's",
-    )
+    row = table.add_row
+    for title, name, times, digits, note in (
+        ("held-out loss", "held_out_loss", 1, 4, "nats per byte; both judged in eager FP32"),
+        ("training loss", "train_loss", 1, 4, f"mean of the last {LAST_STEPS} steps"),
+        ("ms per step", "median", 1e3, 1,
+         f"median; {full.median / mixed.median:.2f}x the speed of FP32"),
+        ("first step, s", "first_step", 1, 1, "compiles, or finds it in Inductor's cache"),
+        ("memory, MiB", "memory", 2**-20, 1,
+         f"{result.memory_kind}; {mixed.memory / full.memory:.0%} of FP32's"),
+    ):  # fmt: skip
+        row(title, *(f"{times * getattr(one, name):.{digits}f}" for one in (full, mixed)), note)
     row("products", "all FP32", str(mixed.low), "what the planner chose for this machine")
     row("can gain here", "-", "", result.can_gain)
     if mixed.loss_scale is None:

@@ -97,16 +97,8 @@ class UnscaleGrad(torch.autograd.Function):
         return grad * scale.reciprocal(), None, overflow
 
 
-def _scale_grad(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    return ScaleGrad.apply(x, scale)  # type: ignore[no-untyped-call,no-any-return]
-
-
-def _unscale_grad(x: torch.Tensor, scale: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
-    return UnscaleGrad.apply(x, scale, found)  # type: ignore[no-untyped-call,no-any-return]
-
-
-_LIBRARY.impl("scale_grad", _scale_grad, "CompositeImplicitAutograd")
-_LIBRARY.impl("unscale_grad", _unscale_grad, "CompositeImplicitAutograd")
+_LIBRARY.impl("scale_grad", ScaleGrad.apply, "CompositeImplicitAutograd")
+_LIBRARY.impl("unscale_grad", UnscaleGrad.apply, "CompositeImplicitAutograd")
 
 # -- softmax at O2 ---------------------------------------------------------------------------------
 
@@ -138,10 +130,6 @@ class _SoftmaxLow(torch.autograd.Function):
         return p * (grad - (p * grad).sum(ctx.dim, keepdim=True)), None, None, None
 
 
-def _softmax_low(x: torch.Tensor, dim: int, dtype: torch.dtype, safe: bool) -> torch.Tensor:
-    return _SoftmaxLow.apply(x, dim, dtype, safe)  # type: ignore[no-untyped-call,no-any-return]
-
-
 _LIBRARY.define("multilabel_margin_losses(Tensor x, Tensor target) -> Tensor")
 
 
@@ -160,7 +148,7 @@ def _multilabel_margin_losses(x: torch.Tensor, target: torch.Tensor) -> torch.Te
 
 
 _LIBRARY.impl("multilabel_margin_losses", _multilabel_margin_losses, "CompositeImplicitAutograd")
-_LIBRARY.impl("softmax_low", _softmax_low, "CompositeImplicitAutograd")
+_LIBRARY.impl("softmax_low", _SoftmaxLow.apply, "CompositeImplicitAutograd")
 
 # -- a value that is computed once -----------------------------------------------------------------
 
