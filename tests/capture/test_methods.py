@@ -191,8 +191,32 @@ def test_compiled_once_more() -> None:
 def test_as_one_graph_it_can_not_be() -> None:
     net, _ = both()
     outer = torch.compile(net, backend="aot_eager", fullgraph=True)
-    with pytest.raises(torch._dynamo.exc.Unsupported, match="compiled this module by itself"):
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="compiled this by itself"):
         outer(torch.randn(4, 16))
+
+
+@pytest.mark.parametrize("is_step", [False, True])
+def test_a_function_compiled_around(is_step: bool) -> None:
+    """(A module's other callers: tests/runtime/test_uncalled.py.)"""
+    net, x = Net(), torch.randn(4, 16)
+
+    def forward(x: Tensor) -> Tensor:
+        out = net(x)
+        if is_step:
+            out.sum().backward()
+        return out
+
+    run = mpcompile(forward, **OPTIONS)
+    found = torch.compile(lambda x: run(x) * 1, backend="aot_eager")(x)
+    assert torch.equal(found, run(x))
+    assert not torch.equal(found, net(x))
+
+
+def test_copies_stay_plain() -> None:
+    net, x = both()[0], torch.randn(4, 16)
+    for copied in (copy.deepcopy(net), pickle.loads(pickle.dumps(net))):
+        around = torch.compile(nn.Sequential(copied), backend="aot_eager", fullgraph=True)
+        assert torch.equal(around(x), copied(x))
 
 
 def test_within_a_function_of_ours_it_is_a_part_of_the_graph() -> None:
@@ -209,9 +233,7 @@ def net() -> nn.Sequential:
 
 @pytest.mark.parametrize("level", ["O1", "O2"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-def test_a_cast_after_the_first_call_is_refused_as_before_it(
-    dtype: torch.dtype, level: str
-) -> None:
+def test_a_cast_after_the_first_call_is_refused(dtype: torch.dtype, level: str) -> None:
     model = mpcompile(net(), level=level, dtype=torch.float16, emit="eager", strict=True)
     x = torch.randn(4, 8)
     before = model(x).detach()
@@ -226,8 +248,7 @@ def test_a_cast_after_the_first_call_is_refused_as_before_it(
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.trace")
-@pytest.mark.filterwarnings("ignore:`torch.jit.trace_method")
-def test_torchscript_traces_the_plain_model() -> None:
+def test_torchscript_and_export_trace_the_plain_model() -> None:
     """Before the first call and after it, by itself and inside of another module. (torch's own
     check of a trace compares with the compiled model, and would warn of its rounding.)
     """
@@ -239,6 +260,8 @@ def test_torchscript_traces_the_plain_model() -> None:
         for module in (model, nn.Sequential(model)):
             traced = torch.jit.trace(module, x, check_trace=False)
             torch.testing.assert_close(traced(x), plain(x), rtol=0, atol=0)
+            exported = torch.export.export(module, (x,), strict=True).module()
+            torch.testing.assert_close(exported(x), plain(x), rtol=0, atol=0)
         traced = torch.jit.trace(function, x, check_trace=False)
         torch.testing.assert_close(traced(x), x @ x.t(), rtol=0, atol=0)
         model(x).sum().backward()

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from repository import ROOT, sources
 
 LIMITS = {
-    "lines of source": 42122,
-    "lines of code": 26552,
+    "lines of source": 42114,
+    "lines of code": 26540,
     "files of source": 294,
     "lines of tests": 63481,
     "warnings that count more than two frames": 18,

@@ -1,8 +1,6 @@
 """What is asked about a model that `torch.compile(backend="mpcompile")` has compiled."""
 
-import copy
 import gc
-import pickle
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -100,32 +98,3 @@ def test_nothing_is_kept_alive() -> None:
     torch._dynamo.reset()
     gc.collect()
     assert alive() is None
-
-
-@pytest.mark.parametrize("first", ["called before", "not called"])
-@pytest.mark.parametrize("is_step", [False, True])
-def test_a_function_of_ours_within_what_torch_compiles(is_step: bool, first: str) -> None:
-    """(Of modules: test_uncalled.py.)"""
-    net, x = nn.Linear(8, 8), torch.randn(2, 8)
-
-    def forward(x: torch.Tensor) -> torch.Tensor:
-        out = net(x)
-        if is_step:
-            out.sum().backward()
-        return out
-
-    run = mpcompile(forward, dtype=torch.bfloat16, emit="aot_eager", strict=True)
-    if first == "called before":
-        run(x)
-    low = torch.compile(lambda x: run(x) * 1, backend="aot_eager")(x)
-    assert torch.equal(low, run(x))
-    assert not torch.equal(low, net(x))
-
-
-def test_copies_of_what_is_compiled_stay_plain() -> None:
-    net = mpcompile(nn.Sequential(nn.Linear(8, 8)), dtype=torch.bfloat16, emit="aot_eager")
-    x = torch.randn(2, 8)
-    for copied in (copy.deepcopy(net), pickle.loads(pickle.dumps(net))):
-        around = torch.compile(nn.Sequential(copied), backend="aot_eager", fullgraph=True)
-        assert torch.equal(around(x), copied[0](x))
-        assert not copied._forward_pre_hooks
