@@ -7,16 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from browser import (
-    CHROMEDRIVER,
-    CHROMIUM,
-    WIDTHS,
-    browser,
-    cut_at,
-    opened,
-    undisturbed,
-    written,
-)  # fmt: skip
+from browser import CHROMEDRIVER, CHROMIUM, WIDTHS, browser, cut_at, opened, undisturbed, written
 from reports import EVIL, faulty, node, numbers
 from torch import nn
 

@@ -6,16 +6,7 @@ from typing import Any
 
 import page_plans
 import pytest
-from browser import (
-    CHROMEDRIVER,
-    CHROMIUM,
-    WIDTHS,
-    browser,
-    cut_at,
-    opened,
-    undisturbed,
-    written,
-)  # fmt: skip
+from browser import CHROMEDRIVER, CHROMIUM, WIDTHS, browser, cut_at, opened, undisturbed, written
 
 from mpcompile.planner.min_cut import NEVER
 from mpcompile.plans.graph_plan import PlanNode

@@ -218,8 +218,7 @@ def test_what_is_compiled_again_stays_low_or_it_is_said(way: str, called: bool, 
 
 
 def test_other_ends_of_a_call_are_not_said() -> None:
-    """(A warning would be an error.)"""
-    module = mpcompile(Calling(), **OPTIONS)
+    module = mpcompile(Calling(), **OPTIONS)  # (a warning would be an error)
     mpcompile(module, **OPTIONS)
     module._compiled_call_impl = None  # plain PyTorch, on purpose
     mpcompile(Calling(), **OPTIONS)
