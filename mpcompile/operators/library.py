@@ -153,16 +153,12 @@ _LIBRARY.impl("softmax_low", _SoftmaxLow.apply, "CompositeImplicitAutograd")
 # -- a value that is computed once -----------------------------------------------------------------
 
 
-def _kept_backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-    return gradient
-
-
 # A copy that no fusion reaches across. Inductor inlines what is computed from few values into each
 # loop that reads it, and hands a value of the low dtype on within a loop without its rounding. What
 # lies in this copy's memory was rounded, and the partitioner, which doesn't compute it again, keeps
 # it for the backward.
 _define("kept(Tensor values) -> Tensor", torch.clone, torch.clone)
-torch.library.register_autograd("mpcompile::kept", _kept_backward, lib=_LIBRARY)
+torch.library.register_autograd("mpcompile::kept", lambda _, gradient: gradient, lib=_LIBRARY)
 
 # -- many tensors at once --------------------------------------------------------------------------
 

@@ -91,12 +91,8 @@ def hint_for(name: str, known: Iterable[str]) -> str:
 def unknown_dtype(dtype: object, known: Iterable[str]) -> MPCompileError:
     """The error for a dtype that is none of these words."""
     word = str(dtype).removeprefix("torch.").lower()
-    said = next((s for start, s in _DTYPES.items() if word == start or _is_kind(word, start)), None)
+    # also a kind of such a dtype, as "float8_e4m3fn" is of "float8"
+    said = next((s for name, s in _DTYPES.items() if f"{word}_".startswith(f"{name}_")), None)
     if said is None:
         said = f"use torch.float16, torch.bfloat16 or 'auto'{did_you_mean(word, known)}"
     return MPCompileError(f"unknown dtype {dtype!r}: {said}")
-
-
-def _is_kind(word: str, start: str) -> bool:
-    """Whether it is a kind of that dtype: `"float8_e4m3fn"` of `"float8"`."""
-    return word.startswith(f"{start}_")

@@ -19,6 +19,7 @@ doesn't do.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
@@ -46,6 +47,7 @@ from .sharded_call import between_hooks, ends_graph, own_forward, parts_of
 __all__ = ["ModuleCall", "compiled_part", "running"]
 
 
+_AS_IT_IS = contextlib.nullcontext()
 _REASON = "mpcompile() has compiled this by itself"
 
 
@@ -64,18 +66,13 @@ def running(
     contexts = (*contexts, aside) if looking is not None else contexts
     inner = traced_with(inner, *contexts, **settings) if contexts or settings else inner
 
-    def look(*args: Any, **kwargs: Any) -> Any:
-        assert looking is not None
-        return looking.at(inner, args, kwargs)
-
     def untraced(*args: Any, **kwargs: Any) -> Any:
-        call = look if looking is not None and looking.due else inner
         try:
-            if foreign.is_under_autocast():
-                with foreign.without_autocast():
-                    result = call(*args, **kwargs)
-            else:
-                result = call(*args, **kwargs)
+            with foreign.without_autocast() if foreign.is_under_autocast() else _AS_IT_IS:
+                if looking is not None and looking.due:
+                    result = looking.at(inner, args, kwargs)
+                else:
+                    result = inner(*args, **kwargs)
         except BackendCompilerFailed as failed:
             error = failed.inner_exception
             if isinstance(error, MPCompileError):

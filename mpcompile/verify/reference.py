@@ -74,6 +74,7 @@ class Reference:
         wanted: Collection[fx.Node],
         known: Mapping[fx.Node, Any],
         end: float = math.inf,
+        least: int = 0,
     ) -> Iterator[tuple[fx.Node, Pair]]:
         """The wanted nodes with their values, in the graph's order; other values die early, and
         inputs are widened late.
@@ -85,16 +86,16 @@ class Reference:
             inputs: its inputs.
             wanted: what is asked for.
             known: values of nodes that others are computed of, in place of their own.
-            end: when it stops, in seconds of `time.perf_counter`, if it has given one.
+            end: when it stops, in seconds of `time.perf_counter`.
+            least: how many it gives in any case.
         """
-        gave = False
         needed = ancestors(wanted, known)
         env: dict[fx.Node, Pair] = {}
         nodes = [node for node in gm.graph.nodes if node in needed]
         uses = Counter(arg for node in nodes for arg in node.all_input_nodes)
         given = dict(zip(gm.graph.find_nodes(op="placeholder"), inputs, strict=True))
         for node in nodes:
-            if gave and time.perf_counter() > end:
+            if least <= 0 and time.perf_counter() > end:
                 return
             if node.op == "placeholder":
                 if node not in wanted:
@@ -109,7 +110,7 @@ class Reference:
                 env.update((n, self.pair(given[n])) for n in late)
                 env[node] = self._call(node, env)
             if node in wanted:
-                gave = True
+                least -= 1
                 yield node, env[node]
                 if node in known:
                     env[node] = self._known(known[node])

@@ -114,17 +114,21 @@ class Trial:
         """
         found, end = Found(), time.perf_counter() + seconds
         if only is not None:
-            self._compare(found, results, only, math.inf)
+            self._compare(found, results, only)
             return found
         kinds = self._kinds()
         first = [number for number, kind in enumerate(kinds) if kind not in kinds[:number]]
-        self._compare(found, results, first, end)
+        edge = self._known(results)
+        first.sort(key=lambda number: self._cost(self.nodes[number], edge))
+        half = (len(first) + 1) // 2
+        self._compare(found, results, first[:half], end=end, least=1)
+        self._compare(found, results, first[half:], end=end)
         rest = [number for number, kind in enumerate(kinds) if kind and number not in first]
         left = end - time.perf_counter()
         if rest and (found.late or (seconds - left) * (1 + len(rest) / len(first)) > left):
             found.rest = len(rest)
         elif rest:
-            self._compare(found, results, rest, end)
+            self._compare(found, results, rest, end=end)
         return found
 
     def uncompiled(self) -> list[Any]:
@@ -134,20 +138,21 @@ class Trial:
         return [low[n] if isinstance(n, fx.Node) else n for n in self.nodes]
 
     def _compare(
-        self, found: Found, results: Sequence[Any], only: Collection[int], end: float
+        self, found: Found, results: Sequence[Any], only: Collection[int], **limits: Any
     ) -> None:
         known, numbers = self._known(results), self._numbers(only)
         doubtful: dict[int, Errors] = {}
         reference = self._reference(torch.float32)
-        found.late = {n for some in numbers.values() for n in some}
-        for node, pair in self._values(reference, set(numbers), known, end):
-            found.late.difference_update(numbers[node])
+        late = {n for some in numbers.values() for n in some}
+        for node, pair in self._values(reference, set(numbers), known, **limits):
+            late.difference_update(numbers[node])
             for number in numbers[node]:
                 errors = _errors(results[number], pair)
                 if errors is not None and not errors.right:
                     doubtful[number] = errors
                 elif errors is not None:
                     self._count(found, number, results[number], errors)
+        found.late |= late
         if doubtful:
             self._settle(found, doubtful, results, known)
 
@@ -192,11 +197,11 @@ class Trial:
         reference: Reference,
         wanted: Collection[fx.Node],
         known: Mapping[fx.Node, Any],
-        end: float = math.inf,
+        **limits: Any,
     ) -> Iterator[tuple[fx.Node, Pair]]:
         if wanted:
             with drawing_from(self._state, self.inputs):
-                yield from reference.run(self.gm, self.inputs, wanted, known, end)
+                yield from reference.run(self.gm, self.inputs, wanted, known, **limits)
 
     def _known(self, results: Sequence[Any]) -> dict[fx.Node, Any]:
         """What the call returned, by node; not its inputs and not what it wrote to them."""
@@ -205,6 +210,12 @@ class Trial:
             n: value for n, value in outputs
             if isinstance(n, fx.Node) and n.op == "call_function" and not ir.written(n)
         }  # fmt: skip
+
+    def _cost(self, node: Any, known: Collection[fx.Node]) -> float:
+        """About what it takes to compute a value, by the bytes that are read and written for it: so
+        what is large doesn't use up the time of all others.
+        """
+        return sum(map(_bytes, ancestors([node], known))) if isinstance(node, fx.Node) else 0.0
 
     def _kinds(self) -> list[int | None]:
         """For each of `nodes` what it is computed by, from other results, inputs and products; None

@@ -18,7 +18,6 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from ...ir.text import scaled
 from ...planner.min_cut import OF_RESULT
-from ..partitioned import BackwardNode
 from ..plan_data import GraphData, Line, PlanData, PlanNode
 from ..plan_text import bytes_by_dtype, dtype_word, has_units, outside, verdict
 from ..why import what_was_weighed
@@ -238,7 +237,9 @@ def _graph(graph: GraphData) -> dict[str, Any]:
         "after": [[line.name, line.text, line.reads] for line in graph.after],
         "rows": list(aligned(graph.before, graph.after)),
         "backward": [
-            {**dataclasses.asdict(node), "precision": _of_result(node)} for node in graph.backward
+            # coloured by the dtype of its result
+            {**dataclasses.asdict(n), "precision": _precision(n.result.lstrip("(").split("[")[0])}
+            for n in graph.backward
         ],
     }
 
@@ -273,11 +274,6 @@ def aligned(
         yield from ((None, k) for k in range(j, block.b))
         yield from ((block.a + k, block.b + k) for k in range(block.size))
         i, j = block.a + block.size, block.b + block.size
-
-
-def _of_result(node: BackwardNode) -> str:
-    """A backward node is coloured by the dtype of its result."""
-    return _precision(node.result.lstrip("(").partition("[")[0])
 
 
 def _precision(short: str) -> str:
