@@ -181,6 +181,7 @@ def _compiled(
             check=functools.partial(_check_again, settings),
             called=functools.partial(_after_call, settings, record),
             looking=looking_for,
+            scaled=lambda: any(plan.scaled for plan in record.plans),
             regions=Regions(first, settings.policy) if settings.regional else None,
         )
         for module in (first, *others):

@@ -85,7 +85,8 @@ def capture(
     record_modes(traced.graph, around)
     # Not eliminate_dead_code(): it changes bodies too, where it takes `x.add_(y)` for dead code.
     for node in reversed(traced.graph.nodes):
-        if not node.users and (not _is_impure(node) or _is_superseded(node)):
+        superseded = node.target is SET_GRAD_ENABLED and node.next.target is SET_GRAD_ENABLED
+        if not node.users and (superseded or not _is_impure(node)):
             traced.graph.erase_node(node)
     for node in traced.graph.nodes:
         node.meta["mp_captured"] = _seen(traced, node).meta.get("val")
@@ -176,11 +177,6 @@ def _is_impure(node: fx.Node) -> bool:
     if isinstance(node.target, OpOverload):
         return schema(node.target).is_mutable or node.is_impure()
     return node.op != "get_attr"
-
-
-def _is_superseded(node: fx.Node) -> bool:
-    """Whether it switches grad mode, and so does the next node."""
-    return node.target is SET_GRAD_ENABLED and node.next.target is SET_GRAD_ENABLED
 
 
 def _output_memory(traced: fx.GraphModule) -> list[int | None]:

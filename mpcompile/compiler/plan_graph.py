@@ -23,7 +23,6 @@ from ..ir.text import Place, places
 from ..planner.target import Target
 from ..plans import pipeline
 from ..plans.pipeline import Planned
-from ..rules.formats import Format
 from ..rules.policy import Config
 from ..settings import Settings
 from ..torch_inside.names import autocast_off, compile_lock
@@ -92,7 +91,7 @@ def _config(captured: fx.Graph, facts: Facts, settings: Settings) -> Config:
     where = places(captured).items() if pinned else ()
     return Config(
         level=settings.level,
-        format=Format(target.low),
+        low=target.low,
         device=target.device,
         policy=settings.policy,
         repaired={name: pinned[place] for name, place in where if place in pinned},

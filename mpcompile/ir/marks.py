@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..rules.formats import FP32, Format
 from ..rules.policy import Precision
 from .shapes import Alignment, Padding
 from .values import aten
@@ -99,20 +98,15 @@ class Mark:
         precision: LOW or FULL once planned; KEEP leaves captured dtypes; FOLLOW is undecided.
         by: who decided.
         reason: one sentence for people; no code depends on it.
-        format: the low number format (an autocast region may name another than the rest has).
+        low: the low dtype (an autocast region may name another than the rest has).
         role: the purpose of the node.
     """
 
     precision: Precision
     by: By
     reason: str
-    format: Format
+    low: torch.dtype
     role: Role = Role.PROGRAM
-
-    @property
-    def low(self) -> torch.dtype:
-        """The dtype that the node computes in if it is LOW."""
-        return self.format.compute
 
     @property
     def rule(self) -> str:
@@ -122,7 +116,7 @@ class Mark:
 
 def added(role: Role, reason: str) -> Mark:
     """The mark of a node that a pass adds: the node keeps the dtypes that it is made with."""
-    return Mark(Precision.KEEP, By.REWRITE, reason, FP32, role)
+    return Mark(Precision.KEEP, By.REWRITE, reason, torch.float32, role)
 
 
 def mark(node: fx.Node) -> Mark:

@@ -73,7 +73,7 @@ class Objective:
         self.constraints = Constraints(graph, config)
         self._fusion = Fusion(graph)
         self.launch = _launch(config)
-        low = config.format.compute.itemsize
+        low = config.low.itemsize
         self._difference = (FULL_BYTES - low) * UNIT  # an element stored: FP32 minus low
         self._cast = (FULL_BYTES + low) * UNIT  # an element: read in one, written in the other
         self.terms = {item: self._own(item) for item in self.constraints.open}
@@ -108,7 +108,8 @@ class Objective:
             casts = self._fusion.is_apart(reader) and not self._fusion.is_apart(node)
             if self._fusion.leaves(node, reader) and not casts:
                 reads += 1
-            if keeps and _keeps_operand(reader):
+            # a product stores a copy of its own
+            if keeps and ir.rule(reader).keeps is Keeps.OPERANDS and product(reader) is None:
                 reads += 1
         if keeps and ir.rule(node).keeps is Keeps.RESULT:
             reads += 1
@@ -166,14 +167,9 @@ class Objective:
 
     def _weight(self, weight: fx.Node) -> int:
         """The cost of casting an FP32 weight, and its gradient back."""
-        forward = FULL_BYTES + self.config.format.operand_bytes
+        forward = FULL_BYTES + self.config.low.itemsize
         backward = FULL_BYTES if ir.requires_grad(weight) else 0
         return (forward + backward) * UNIT * elements(weight) + self.launch
-
-
-def _keeps_operand(node: fx.Node) -> bool:
-    """Whether the node's backward reads its operand; a product stores a copy of its own."""
-    return ir.rule(node).keeps is Keeps.OPERANDS and product(node) is None
 
 
 def _launch(config: Config) -> int:

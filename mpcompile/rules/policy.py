@@ -19,7 +19,6 @@ from ..devices.tensor_cores import TensorCores as TensorCores
 from ..errors import MPCompileError, did_you_mean
 from ..profile.cost_model import Profile
 from . import policy_file
-from .formats import Format
 from .op_names import op_key
 from .other_words import unknown_dtype
 
@@ -324,7 +323,7 @@ class Config:
     """
 
     level: Level
-    format: Format
+    low: torch.dtype
     device: torch.device
     policy: Policy = Policy()
     repaired: Mapping[str, str] = field(default_factory=dict)
@@ -336,8 +335,3 @@ class Config:
     copied: Mapping[int, tuple[int, ...] | None] = field(default_factory=dict)
     fuse_head: bool = False
     has_kernel: Callable[[torch.fx.Node], bool] = lambda node: True
-
-    @property
-    def low(self) -> torch.dtype:
-        """The dtype that LOW operators compute in."""
-        return self.format.compute

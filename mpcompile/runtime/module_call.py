@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -34,7 +34,13 @@ from ..ranks import fsdp
 from ..ranks.refuse import check_engines
 from ..scaling import foreign, parameters
 from ..scaling.kept_copies import follow_grad_mode
-from ..torch_inside.modules import compiled_call, hooks_around, plain_call, set_compiled_call
+from ..torch_inside.modules import (
+    buffers_of,
+    compiled_call,
+    hooks_around,
+    plain_call,
+    set_compiled_call,
+)
 from ..torch_inside.names import BackendCompilerFailed, torchscript_trace
 from . import given_up, uncalled
 from .half_inputs import refuse_written, widened, widens_inputs
@@ -115,6 +121,7 @@ class ModuleCall:
         called: called with the module after each call, until it returns True.
         looking: what looks at the first calls of a module; None: nobody does.
         regions: the modules inside of it that share a compile.
+        scaled: whether its graphs have a loss scale, once it was called.
         method: what a call runs: a function of the module and the arguments; by default the module.
     """
 
@@ -130,13 +137,16 @@ class ModuleCall:
         called: Callable[[nn.Module], bool],
         looking: Callable[[nn.Module], ProductsCheck] | None = None,
         regions: Regions | None = None,
+        scaled: Callable[[], bool] = lambda: False,
         method: Callable[..., Any] | None = None,
     ) -> None:
         self._module, self._compile_kwargs, self._backend = module, compile_kwargs, backend
         self._reads_copies, self._keeps_copies = reads_copies, keeps_copies
         self._check, self._called = check, called
         self._method, self._checked = method, False
-        self._regions = regions
+        self._regions, self._scaled = regions, scaled
+        # All buffers, in the first call; then those that it replaced.
+        self._buffers = [(b, name) for m in module.modules() for b in [buffers_of(m)] for name in b]
         self._looking = looking(module) if looking is not None else None
         self._sample = next(module.parameters(), None)
         self._look_at_dtype()
@@ -171,7 +181,10 @@ class ModuleCall:
         made: list[torch.Tensor] = []
         if self._widens:
             args, kwargs = widened(args, kwargs, made)
+        before = [(held, name, held[name]) for held, name in self._buffers]
         result = self._compiled(*args, **kwargs)
+        if before:
+            self._buffers = kept_finite(before) if self._scaled() else []
         refuse_written(made)
         if not self._told:
             if torch.is_grad_enabled():
@@ -278,6 +291,29 @@ class ModuleCall:
 
     def _sharded_now(self) -> list[bool]:
         return [fsdp.is_sharded(m) for m in self._module.modules()]
+
+
+def kept_finite(
+    before: Iterable[tuple[dict[str, Any], str, Any]],
+) -> list[tuple[dict[str, Any], str]]:
+    """Let no overflow stay in buffers that a call has replaced (`self.mean = 0.9 * self.mean + x`):
+    what isn't finite is what it was. Those that are written in place a pass keeps so
+    (`passes/graph/keep_buffers_finite.py`), and nothing waits for the device here, either.
+
+    Args:
+        before: the dict that holds a buffer, its name, and what it was.
+
+    Returns:
+        Those that were replaced.
+    """
+    replaced = [(held, name, old) for held, name, old in before if held.get(name) is not old]
+    for held, name, old in replaced:
+        new = held.get(name)
+        if not (isinstance(old, torch.Tensor) and isinstance(new, torch.Tensor)):
+            continue
+        if new.is_floating_point() and new.shape == old.shape and not new.requires_grad:
+            held[name] = torch.where(new.isfinite(), new, old)
+    return [(held, name) for held, name, _ in replaced]
 
 
 # Of the class: one of `self` would be a cycle, and a module whose call is replaced tells so at once

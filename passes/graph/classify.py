@@ -20,7 +20,6 @@ from torch import fx
 from mpcompile import ir, rules
 from mpcompile.ir import By, Mark, hidden_products
 from mpcompile.ir.parameter_updates import nodes_of_updates
-from mpcompile.rules.formats import Format
 from mpcompile.rules.policy import LOW_DTYPES, Config, Precision
 from mpcompile.torch_inside.graphs import schema
 from mpcompile.torch_inside.names import OpOverload
@@ -31,38 +30,38 @@ _INNER = "a gradient inside of the program: no loss scale keeps it in FP16's ran
 def classify(gm: fx.GraphModule, config: Config) -> bool:
     _find_mutable(gm.graph)
     updates, why = nodes_of_updates(gm.graph), "a parameter or its gradient is written from it"
-    update = Mark(Precision.KEEP, By.UPDATE, why, config.format)
+    update = Mark(Precision.KEEP, By.UPDATE, why, config.low)
     for node in gm.graph.nodes:
         if node.op in ("call_function", "call_method"):
             ir.set_mark(node, update if node in updates else _decide(node, config))
         elif ir.is_low_input(node):
             reason = f"it is stored in {ir.SHORT[ir.stored(node).dtype]}"
-            ir.set_mark(node, Mark(Precision.LOW, By.CAPTURED, reason, config.format))
+            ir.set_mark(node, Mark(Precision.LOW, By.CAPTURED, reason, config.low))
     return False
 
 
 def _decide(node: fx.Node, config: Config) -> Mark:
     if (reason := _hands_off(node)) is not None:
-        return Mark(Precision.KEEP, By.CAPTURED, reason, config.format)
+        return Mark(Precision.KEEP, By.CAPTURED, reason, config.low)
     if (asked := _policy(node, config)) is not None:
         return asked
-    low = config.format
+    low = config.low
     if (region := ir.autocast_region(node)) is not None:
         enabled, dtype = region
         if not enabled:
             return Mark(Precision.KEEP, By.REGION, "autocast is disabled here", low)
         if dtype is not None and dtype not in LOW_DTYPES.values():
             return Mark(Precision.KEEP, By.REGION, f"inside autocast({dtype})", low)
-        low = _format(dtype, config)
+        low = dtype or config.low
     if ir.is_getitem(node):
         return Mark(Precision.FOLLOW, By.TABLE, "part of a result", low)
     rule = ir.rule(node)
     computes_low = rule.precision in (Precision.LOW, Precision.FOLLOW)
     computes_low &= rule.kind is not rules.Kind.VIEW
-    if computes_low and ir.is_inner_gradient(node) and low.compute is torch.float16:
+    if computes_low and ir.is_inner_gradient(node) and low is torch.float16:
         return Mark(Precision.FULL, By.GUARD, _INNER, low)
     if computes_low and not config.has_kernel(node):
-        reason = f"no {ir.SHORT[low.compute]} kernel on {config.device.type}"
+        reason = f"no {ir.SHORT[low]} kernel on {config.device.type}"
         return Mark(Precision.FULL, By.KERNEL, reason, low)
     return Mark(rule.precision, By.TABLE, rule.reason, low)
 
@@ -95,24 +94,19 @@ def _hands_off(node: fx.Node) -> str | None:
 def _policy(node: fx.Node, config: Config) -> Mark | None:
     policy = config.policy
     if (reason := config.repaired.get(node.name)) is not None:
-        return Mark(Precision.FULL, By.POLICY, reason, config.format)
+        return Mark(Precision.FULL, By.POLICY, reason, config.low)
     if node.name in policy.nodes:
-        low = _format(policy.low_dtypes.get(("nodes", node.name)), config)
+        low = policy.low_dtypes.get(("nodes", node.name), config.low)
         reason = policy.reasons.get(node.name, f"node {node.name!r}")
         return Mark(policy.nodes[node.name], By.POLICY, f"policy: {reason}", low)
     if (hit := policy.for_module(ir.module_path(node))) is not None:
         pattern, word = hit
-        low = _format(policy.low_dtypes.get(("modules", pattern)), config)
+        low = policy.low_dtypes.get(("modules", pattern), config.low)
         return Mark(word, By.POLICY, f"policy: module {pattern!r}", low)
     if (word_for_op := policy.for_op(ir.op_name(node))) is not None:
         reason = f"policy: operator {ir.op_name(node)!r}"
-        return Mark(word_for_op, By.POLICY, reason, config.format)
+        return Mark(word_for_op, By.POLICY, reason, config.low)
     return None
-
-
-def _format(dtype: torch.dtype | None, config: Config) -> Format:
-    """The low format of a node: of the dtype that the user named for it, or of the graph."""
-    return config.format if dtype in (None, config.low) else Format(dtype)
 
 
 def _find_mutable(graph: fx.Graph) -> None:

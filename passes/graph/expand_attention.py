@@ -37,7 +37,7 @@ def expand_attention(gm: fx.GraphModule, config: Config) -> bool:
 
 
 def _expand(graph: fx.Graph, node: fx.Node) -> None:
-    by, low = ir.By.REWRITE, ir.mark(node).format
+    by, low = ir.By.REWRITE, ir.mark(node).low
     product = Mark(Precision.LOW, by, "attention written out: matrix product", low)
     between = Mark(Precision.FULL, by, "attention written out: softmax in FP32", low)
     query, key, value, mask, scale, dropout = (

@@ -118,7 +118,7 @@ def _fuse(graph: fx.Graph, loss: fx.Node, linear: fx.Node, between: list[fx.Node
     x, weight, bias = (ir.argument(linear, name) for name in ("input", "weight", "bias"))
     settings = [ir.argument(loss, declared.name) for declared in schema(LOSS).arguments[1:]]
     reason = f"{linear.name} and its loss in one: logits in FP32, some rows at a time, never stored"
-    decision = Mark(Precision.LOW, ir.By.REWRITE, reason, ir.mark(linear).format)
+    decision = Mark(Precision.LOW, ir.By.REWRITE, reason, ir.mark(linear).low)
 
     def call(name: str, target: OpOverload, *args: Any) -> fx.Node:
         new = ir.insert(target, *args, name=name, like=loss, decision=decision)

@@ -53,7 +53,7 @@ def _narrow(graph: fx.Graph, node: fx.Node) -> None:
     softmax_low = torch.ops.mpcompile.softmax_low.default
     args = (node.args[0], ir.argument(node, "dim"), ir.dtype(cast), safe)
     reason = f"{ir.mark(node).reason}; its backward reads the low result"
-    decision = ir.Mark(Precision.FULL, ir.By.REWRITE, reason, ir.mark(node).format)
+    decision = ir.Mark(Precision.FULL, ir.By.REWRITE, reason, ir.mark(node).low)
     with graph.inserting_before(cast):
         new = ir.insert(softmax_low, *args, name=f"{node.name}_low", like=node, decision=decision)
     cast.replace_all_uses_with(new)

@@ -18,14 +18,6 @@ A value that is written in place is cast at each use.
 A result that the plan rounds to the low dtype is cast down once, and up again for each reader in
 FP32: these readers, and the backward, then read two bytes an element.
 
-If the format names a narrower dtype for the operands of products (FP8), these are rounded to it and
-returned in the dtype that the product computes in:
-
-    scale = max(abs(x)) / 448;    rounded: f8 = to(x / scale, f8);    to(rounded, bf16) * scale
-
-Compilers recognise that pattern as a product in the narrower dtype; run op by op, it gives the same
-numbers.
-
 The pass decides one thing itself, because only a trial shows it: a node whose operator refuses low
 operands becomes FULL. The nodes that read it keep their planned precision.
 
@@ -50,8 +42,6 @@ from torch.fx.node import map_aggregate
 
 from mpcompile import ir, rules
 from mpcompile.ir import aten
-from mpcompile.padding.products import product
-from mpcompile.rules.formats import Format
 from mpcompile.rules.policy import Config, Precision
 
 
@@ -109,7 +99,7 @@ class _CastPlacer:
         users, captured = list(node.users), ir.captured(node)
         assert captured is not None
         decision = ir.added(ir.Role.LAYOUT, "in the layout that it was captured in")
-        decision = replace(decision, format=ir.mark(node).format)
+        decision = replace(decision, low=ir.mark(node).low)
         with self.graph.inserting_before(ir.after(node)):
             laid = ir.dense_in_order(node, captured, f"{node.name}_dense", decision)
         node.replace_all_uses_with(laid, users.__contains__)
@@ -119,7 +109,6 @@ class _CastPlacer:
 
     def _take_operands(self, node: fx.Node, *, low: bool) -> None:
         """Replace the node's operands by values in the dtype that it reads."""
-        factors = _factors(node) if low else frozenset()
         keep_numbers = low and ir.rule(node).promotes
         for position, operand in ir.float_args(node):
             dtype = torch.float32
@@ -129,8 +118,6 @@ class _CastPlacer:
             masked = position in rules.masked_args(node.target)
             masked = masked and not ir.is_parameter(operand)  # a trained bias is not a mask
             cast = self._cast(operand, dtype, node, masked=masked and low)
-            if low and position in factors:
-                cast = self._rounded(cast, ir.mark(node).format, node)
             if cast is not operand:
                 _replace_operand(node, position, operand, cast)
 
@@ -162,30 +149,6 @@ class _CastPlacer:
                 self.casts[key] = call(aten.to.dtype, value, dtype, name=name)
         return self.casts[key]
 
-    def _rounded(self, value: fx.Node, format_: Format, user: fx.Node) -> fx.Node:
-        """The operand of a product, rounded to the format's dtype for operands.
-
-        `value` has the dtype that the product computes in, so nothing writes to it: memory that is
-        written keeps FP32, and what stands here for such a value is this reader's own cast of it.
-        """
-        narrow = format_.operands
-        if narrow is None:
-            return value
-        if (key := (value, narrow, False)) in self.casts:
-            return self.casts[key]
-        decision = ir.added(ir.Role.CAST, f"{user.name} multiplies {ir.SHORT[narrow]}")
-        name = f"{value.name}_rounded"
-        call = functools.partial(ir.insert, name=name, like=value, decision=decision)
-        largest, smallest = torch.finfo(narrow).max, torch.finfo(format_.compute).smallest_normal
-        with self.graph.inserting_before(ir.after(value)):
-            size = call(aten.abs.default, call(aten.detach.default, value))
-            scale = call(aten.div.Tensor, call(aten.amax.default, size), largest)
-            scale = call(aten.clamp_min.default, scale, smallest)
-            rounded = call(aten.to.dtype, call(aten.div.Tensor, value, scale), narrow)
-            back = call(aten.to.dtype, rounded, format_.compute)
-            self.casts[key] = call(aten.mul.Tensor, back, scale)
-        return self.casts[key]
-
 
 def _clamped(mask: fx.Node, dtype: torch.dtype, insert: Callable[..., fx.Node]) -> fx.Node:
     """`mask` with finite values in the low range; its lower half leaves room for a score."""
@@ -199,14 +162,6 @@ def _may_wait(value: fx.Node, user: fx.Node) -> bool:
     """Whether the cast of a value may stand before this reader: in no region, in grad mode."""
     waits = ir.is_parameter(value) and ir.is_op(user)
     return waits and ir.grad_enabled(user) and not ir.regions(user)
-
-
-def _factors(node: fx.Node) -> frozenset[int]:
-    """Positions of the operands that a product multiplies, if its format rounds these."""
-    found = product(node) if ir.mark(node).format.operands is not None else None
-    if found is None:
-        return frozenset()
-    return frozenset(path[0] for path in found.operands if path not in found.added)
 
 
 def _replace_operand(node: fx.Node, position: int, old: fx.Node, new: fx.Node) -> None:

@@ -112,7 +112,7 @@ def _reason(objective: Objective, node: fx.Node, best: Mapping[Item, bool], low:
         return f"{rule}; FP32 in"
     wide = [n.name for n in objective.constraints.forced_by(node) if ir.precision(n) is not LOW]
     if wide and not low:
-        return f"{rule}; the widest operand wins: {wide[0]} is FP32"
+        return f"{rule}; promoted, since {wide[0]} is FP32"
     if ir.kind(node) is rules.Kind.VIEW:
         return f"{rule}; a cast costs less {'before' if low else 'after'} it"
     stored = costs.full.get("stored", 0) // UNIT

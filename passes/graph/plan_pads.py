@@ -65,7 +65,7 @@ class _Aligner:
 
     def _align(self, node: fx.Node, found: Product) -> Alignment:
         low = ir.precision(node) is Precision.LOW
-        multiple = self.config.cores.alignment // ir.mark(node).format.operand_bytes
+        multiple = self.config.cores.alignment // ir.mark(node).low.itemsize
         rows = self.config.cores.rows or self.config.pad == "always"
         wanted = (*found.strides, *(found.rows if rows else ()))
         before = _unaligned(found, {}, wanted, multiple)
@@ -111,7 +111,7 @@ class _Aligner:
         flops = ir.hint(found.flops())
         if (cores.slowdown - 1) * flops <= 0:
             return f"unaligned dims cost nothing on {self.config.device.type}"
-        moved = _elements(node, found) * ir.mark(node).format.operand_bytes * cores.balance
+        moved = _elements(node, found) * ir.mark(node).low.itemsize * cores.balance
         saved = max(cores.slowdown * flops, moved) - max(flops, moved)
         if saved <= 0:
             return "bound by memory: it takes as long unaligned"
@@ -122,7 +122,7 @@ class _Aligner:
             dims = [d for d, x in enumerate(found.operands[path]) if x in padded]
             if not _is_stored(operand) and not self.lanes.get(operand, {}).keys() >= set(dims):
                 copied += 2 * math.prod(map(ir.hint, ir.shape(operand)))
-        spent = copied * ir.mark(node).format.operand_bytes * cores.balance
+        spent = copied * ir.mark(node).low.itemsize * cores.balance
         if spent > saved:
             return f"a copy of its operands takes {spent / saved:.1f} times what alignment saves"
         return None

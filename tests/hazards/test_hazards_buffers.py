@@ -146,6 +146,40 @@ def test_they_follow_fp32(named: str, level: str) -> None:
         assert (ours - theirs).norm() <= 5e-3 * theirs.norm()
 
 
+def _broken(m: Any, h: torch.Tensor) -> None:
+    torch._dynamo.graph_break()
+    m.row = 0.9 * m.row + 0.1 * h.mean(0)
+
+
+REPLACED: dict[str, Callable[[Any, torch.Tensor], None]] = {
+    "an average": lambda m, h: setattr(m, "row", 0.9 * m.row + 0.1 * h.mean(0)),
+    "a number": lambda m, h: setattr(m, "number", torch.maximum(m.number, h.max())),
+    "a queue": lambda m, h: setattr(m, "table", torch.cat([h, m.table[:16]])),
+    "in the dict": lambda m, h: m._buffers.update(row=torch.lerp(m.row, h.mean(0), 0.1)),
+    "behind a graph break": _broken,
+}
+
+
+@LEVELS
+@pytest.mark.parametrize("named", REPLACED)
+def test_those_that_are_replaced(named: str, level: str) -> None:
+    net = Buffers(REPLACED[named])
+    plain = copy.deepcopy(net)
+    model = mpcompile(net, dtype=torch.float16, level=level, emit="aot_eager")
+    optimizer = torch.optim.SGD(net.parameters(), 0.0)
+    for i, x in enumerate(batches()):
+        optimizer.zero_grad()
+        model(x * 2e5 if i == 3 else x).square().mean().backward()
+        optimizer.step()
+        assert all(bool(b.isfinite().all()) for b in floats(net))
+        if i < 3:
+            plain(x)
+            for ours, theirs in zip(floats(net), floats(plain), strict=True):
+                assert (ours - theirs).norm() <= 5e-3 * theirs.norm()
+    assert loss_scale_of(model).skipped_steps == 1
+    assert len(net.state_dict()) == len(plain.state_dict())
+
+
 def test_what_the_program_makes_infinite_stays_so() -> None:
     class Mask(nn.Module):
         def __init__(self) -> None:

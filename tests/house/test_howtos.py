@@ -49,7 +49,7 @@ def howto(title: str) -> str:
 
 
 TITLES = (
-    "an operator or a precision rule", "a pass", "a dtype, such as FP8", "a device type",
+    "an operator or a precision rule", "a pass", "a device type",
     "a kind of product", "an option",
 )  # fmt: skip
 
@@ -156,7 +156,7 @@ def test_a_pass_that_breaks_a_promise_is_named(copy: Copy) -> None:
     careless = PASS.replace(
         "    return bool(found)",
         "    for node in gm.graph.find_nodes(op='call_function', target=aten.add.Tensor):\n"
-        "        ir.set_mark(node, ir.Mark(Precision.LOW, ir.By.PLAN, 'no', config.format))\n"
+        "        ir.set_mark(node, ir.Mark(Precision.LOW, ir.By.PLAN, 'no', config.low))\n"
         "    return bool(found)",
     ).replace("import Config", "import Config, Precision")
     add_pass(copy, careless, after="place_casts,  #")

@@ -46,7 +46,7 @@ add: FULL [plan]
 mean: FULL [table]
 """)
     if level == "O1":
-        assert stage.mark("add").reason.endswith("the widest operand wins: x is FP32")
+        assert stage.mark("add").reason.endswith("promoted, since x is FP32")
 
 
 def test_o3_everything_low() -> None:

@@ -14,7 +14,6 @@ from mpcompile.capture.surroundings import around_now
 from mpcompile.devices.tensor_cores import TensorCores
 from mpcompile.ir import aten
 from mpcompile.plans import pipeline
-from mpcompile.rules.formats import Format
 from mpcompile.rules.policy import Config, Level
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
@@ -37,7 +36,7 @@ class InFP64:
         settings.setdefault("cores", CORES)
         self.config = Config(
             level=Level(level),
-            format=Format(torch.float16),
+            low=torch.float16,
             device=torch.device("cpu"),
             pad=pad,
             **settings,

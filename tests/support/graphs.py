@@ -12,7 +12,6 @@ from mpcompile import ir
 from mpcompile.capture.capture import capture
 from mpcompile.capture.surroundings import around_now
 from mpcompile.plans import pipeline
-from mpcompile.rules.formats import Format
 from mpcompile.rules.policy import Config, Level, Policy, TensorCores
 
 
@@ -41,8 +40,6 @@ class Stage:
         wanted.update(pad="never", cores=TensorCores(), copied={})
         wanted.update((k, options.pop(k)) for k in list(options) if k in wanted)
         wanted["level"] = Level(wanted["level"])
-        low = wanted.pop("low")
-        wanted["format"] = low if isinstance(low, Format) else Format(low)
         self.config = Config(device=torch.device("cpu"), **wanted)
         self.gm = captured(program, *inputs, **options)
         self.pass_ = pass_

@@ -223,7 +223,8 @@ def _graph(graph: GraphData) -> dict[str, Any]:
         "nodes": [
             {
                 **dataclasses.asdict(node),
-                "captured": node.captured if _is_captured(node) else None,
+                # what a pass made has a result of type None in the FP32 program
+                "captured": None if node.is_added or node.captured == "NoneType" else node.captured,
                 "low": low[node.name],
                 "added": node.is_added,
                 "counter": _is_counter(node),
@@ -242,11 +243,6 @@ def _graph(graph: GraphData) -> dict[str, Any]:
             for n in graph.backward
         ],
     }
-
-
-def _is_captured(node: PlanNode) -> bool:
-    """Whether the FP32 program has the node: what a pass made has a result of type None there."""
-    return not node.is_added and node.captured != type(None).__name__
 
 
 def _is_counter(node: PlanNode) -> bool:
