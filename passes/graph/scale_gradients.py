@@ -4,8 +4,8 @@
     x (needs a gradient)   ->    unscale_grad(x, scale, found)       identity; gradient over scale
 
 The multiplication is on the FP32 side of every edge of the graph, so a gradient is scaled only
-while it passes through low-precision nodes. `p.grad` arrives in FP32 and unscaled (except of O2's
-working copies), and the training loop needs no scaler. The scale is an input (a 0-d FP32 tensor): a
+while it passes through low-precision nodes. `p.grad` is unscaled (of O2's working copies, where
+they are read), and the training loop needs no scaler. The scale is an input (a 0-d FP32 tensor): a
 new value recompiles nothing. `found` is a second 0-d input that takes part in autograd. The
 "gradient" it receives is the number of inputs whose gradient was not finite, so the overflow flag
 is part of the backward graph, adds up over graphs and backward calls, and needs no host sync.
@@ -46,7 +46,7 @@ def scale_gradients(gm: fx.GraphModule, config: Config) -> bool:
     reached = history.reached()
     if not reached:
         return False
-    # The gradient of a working copy stays scaled: the optimizer's step unscales it. Nothing is
+    # The gradient of a working copy stays scaled: what reads the copies unscales it. Nothing is
     # unscaled that no gradient is known to reach: an unknown one would come out divided.
     trained = [n for n in inputs if ir.requires_grad(n) and ir.copy_of(n) is None]
     # On the device of the parameters, wherever tensors lie while the graph is planned.
