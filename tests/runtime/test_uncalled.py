@@ -195,6 +195,7 @@ AGAIN: dict[str, Any] = {
 }
 
 
+@pytest.mark.inside
 @COMBINED
 @pytest.mark.parametrize("called", [True, False])
 @pytest.mark.parametrize("way", AGAIN)
