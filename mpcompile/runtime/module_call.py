@@ -145,8 +145,7 @@ class ModuleCall:
         self._check, self._called = check, called
         self._method, self._checked = method, False
         self._regions, self._scaled = regions, scaled
-        # All buffers, in the first call; then those that it replaced.
-        self._buffers = [(b, name) for m in module.modules() for b in [buffers_of(m)] for name in b]
+        self._buffers: list[tuple[dict[str, Any], str]] = []
         self._looking = looking(module) if looking is not None else None
         self._sample = next(module.parameters(), None)
         self._look_at_dtype()
@@ -173,6 +172,8 @@ class ModuleCall:
         if not self._checked:
             self._check(self._module)
             self._checked = True
+            held = map(buffers_of, self._module.modules())
+            self._buffers = [(buffers, name) for buffers in held for name in buffers]
         self._look_at_forward()
         if self._keeps_copies:
             follow_grad_mode(self._module)
@@ -181,10 +182,12 @@ class ModuleCall:
         made: list[torch.Tensor] = []
         if self._widens:
             args, kwargs = widened(args, kwargs, made)
-        before = [(held, name, held[name]) for held, name in self._buffers]
+        # Whether a training is scaled, its first call tells.
+        trains = torch.is_grad_enabled() and (not self._told or self._scaled())
+        before = [(held, name, held.get(name)) for held, name in self._buffers] if trains else ()
         result = self._compiled(*args, **kwargs)
-        if before:
-            self._buffers = kept_finite(before) if self._scaled() else []
+        if before and self._scaled():
+            keep_finite(before)
         refuse_written(made)
         if not self._told:
             if torch.is_grad_enabled():
@@ -293,27 +296,21 @@ class ModuleCall:
         return [fsdp.is_sharded(m) for m in self._module.modules()]
 
 
-def kept_finite(
-    before: Iterable[tuple[dict[str, Any], str, Any]],
-) -> list[tuple[dict[str, Any], str]]:
+def keep_finite(before: Iterable[tuple[dict[str, Any], str, Any]]) -> None:
     """Let no overflow stay in buffers that a call has replaced (`self.mean = 0.9 * self.mean + x`):
     what isn't finite is what it was. Those that are written in place a pass keeps so
     (`passes/graph/keep_buffers_finite.py`), and nothing waits for the device here, either.
 
     Args:
         before: the dict that holds a buffer, its name, and what it was.
-
-    Returns:
-        Those that were replaced.
     """
-    replaced = [(held, name, old) for held, name, old in before if held.get(name) is not old]
-    for held, name, old in replaced:
+    for held, name, old in before:
         new = held.get(name)
-        if not (isinstance(old, torch.Tensor) and isinstance(new, torch.Tensor)):
+        if new is old or not (isinstance(old, torch.Tensor) and isinstance(new, torch.Tensor)):
             continue
-        if new.is_floating_point() and new.shape == old.shape and not new.requires_grad:
+        dense = new.layout is torch.strided and new.is_floating_point()
+        if dense and new.shape == old.shape and not new.requires_grad:
             held[name] = torch.where(new.isfinite(), new, old)
-    return [(held, name) for held, name, _ in replaced]
 
 
 # Of the class: one of `self` would be a cycle, and a module whose call is replaced tells so at once

@@ -197,7 +197,6 @@ def test_as_one_graph_it_can_not_be() -> None:
 
 @pytest.mark.parametrize("is_step", [False, True])
 def test_a_function_compiled_around(is_step: bool) -> None:
-    """(A module's other callers: tests/runtime/test_uncalled.py.)"""
     net, x = Net(), torch.randn(4, 16)
 
     def forward(x: Tensor) -> Tensor:

@@ -152,8 +152,7 @@ def train(
 @pytest.mark.parametrize("way", [by_us, of_a_function])
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
 def test_what_changes_often_stays_low(way: Any, change: Any, how: Any) -> None:
-    """(Ten compiles by Inductor take 40 s, and none of them decides anything here.)"""
-    how = how if change is change_the_mode else {**how, "emit": "aot_eager"}
+    how = how if change is change_the_mode else {**how, "emit": "aot_eager"}  # Inductor: 40 s
     assert all(train(Net(), way, change, dynamic=False, strict=True, **how))
 
 
