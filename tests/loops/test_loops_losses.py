@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from compare import EMITS
 from loops import MOSTLY_O1, O1, O2, PLAIN, WAYS, Way, agreeing
 from torch import nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
@@ -194,9 +193,11 @@ CHECKPOINTS: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
 }  # fmt: skip
 
 
+@pytest.mark.slow_rows("a loop each", but=8)
 @WAYS
-@EMITS
-@pytest.mark.parametrize("how", CHECKPOINTS)
+@pytest.mark.parametrize(
+    ("how", "emit"), [*((how, "aot_eager") for how in CHECKPOINTS), ("sequential", "inductor")]
+)
 @agreeing()
 @pytest.mark.filterwarnings("ignore:None of the inputs")  # as the inner one first has none
 def test_checkpoints_inside_the_compiled_model(how: str, emit: str, way: Way) -> None:

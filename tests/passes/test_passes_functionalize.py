@@ -184,7 +184,8 @@ def test_products_around_it_are_low(change: Callable[[torch.Tensor], Any]) -> No
     assert products_around(change, torch.ones(16, 16)) == ["LOW", "LOW"]
 
 
-@pytest.mark.slow("every in-place operator that torch has")
+@pytest.mark.slow("in-place operators of torch")
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", sorted(set(IN_PLACE) - REFUSED))
 def test_products_around_each_are_low(name: str) -> None:
     op = OPS[name]
