@@ -243,7 +243,7 @@ def _add_demo(demo: argparse.ArgumentParser) -> None:
     add_option(demo, "emit", default=defaults.emit, help="what runs the graphs of both models")
     demo.add_argument("--device", default=defaults.device, help="auto, cpu, cuda or cuda:1")
     demo.add_argument("--seed", type=int, default=defaults.seed, help="of weights and batches")
-    add_option(demo, "dump", default=defaults.dump)
+    add_option(demo, "dump")
     demo.set_defaults(run=_demo)
 
 

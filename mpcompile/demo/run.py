@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import statistics
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -19,7 +18,7 @@ from torch import Tensor
 
 from ..api import mpcompile
 from ..devices.registry import capabilities, default_device
-from ..plans.graph_plan import GraphPlan
+from ..plans.plan_text import share_low, verdict
 from ..profile.store import load as load_profile
 from ..rules.policy import parse_dtype
 from ..runtime.records import compiled_plans, loss_scale_of
@@ -53,7 +52,7 @@ class DemoSettings:
     emit: Emits = "inductor"
     device: str = "auto"
     seed: int = 0
-    dump: Path = Path("mpcompile-dump")
+    dump: Path | None = None
     model: GPTConfig = GPTConfig()
 
     def __post_init__(self) -> None:
@@ -66,7 +65,7 @@ class Outcome:
     """One column of the final table.
 
     Losses are in nats per byte (`train_loss` over the last `LAST_STEPS` steps), times in seconds,
-    memory in bytes. The last five fields describe a mixed-precision run and are None for FP32; the
+    memory in bytes. The last three fields describe a mixed-precision run and are None for FP32; the
     loss scale is also None for BF16, which needs none.
     """
 
@@ -79,8 +78,6 @@ class Outcome:
     loss_scale: float | None = None
     skipped_steps: int | None = None
     low: str | None = None
-    casts: int | None = None
-    graphs: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,7 +124,7 @@ def run(settings: DemoSettings, console: Console) -> DemoResult:
     text = corpus()
     _announce(console, settings, device, dtype, why, len(text.train))
 
-    full, mixed = _trainees(settings, device, _short(dtype))
+    full, mixed = _trainees(settings, device)
     _train(full, mixed, settings, text.train, console)
 
     judge = [
@@ -142,11 +139,10 @@ def run(settings: DemoSettings, console: Console) -> DemoResult:
         full=_outcome(full, judge),
         mixed=dataclasses.replace(
             _outcome(mixed, judge),
+            name=f"{_short(dtype) if share_low(plans) else 'FP32'} {settings.level}",
             loss_scale=scale.value if any(plan.scaled for plan in plans) else None,
             skipped_steps=scale.skipped_steps,
-            low=runs_low(plans),
-            casts=sum(plan.casts for plan in plans),
-            graphs=len(plans),
+            low=next(verdict("", plans)).removeprefix(": "),
         ),
         memory_kind=full.memory_kind,
         can_gain=can_gain(device, dtype),
@@ -175,7 +171,7 @@ def _announce(
         console.print(f"[yellow]{slow}[/yellow]")
 
 
-def _trainees(settings: DemoSettings, device: torch.device, low: str) -> tuple[Trainee, Trainee]:
+def _trainees(settings: DemoSettings, device: torch.device) -> tuple[Trainee, Trainee]:
     def fresh() -> GPT:
         torch.manual_seed(settings.seed)
         return GPT(settings.model).to(device)
@@ -187,7 +183,7 @@ def _trainees(settings: DemoSettings, device: torch.device, low: str) -> tuple[T
     )
     return (
         Trainee.create("FP32", full, steps=settings.steps, lr=LEARNING_RATE),
-        Trainee.create(f"{low} {settings.level}", mixed, steps=settings.steps, lr=LEARNING_RATE),
+        Trainee.create(settings.level, mixed, steps=settings.steps, lr=LEARNING_RATE),
     )
 
 
@@ -217,12 +213,15 @@ def _train(
                     trainee.step(idx, targets)
                 live = f"loss {trainee.losses[-1]:.3f}  {1e3 * trainee.seconds[-1]:.0f} ms"
                 progress.update(bar, advance=1, live=live)
+            if step == 2 < settings.steps - 1:  # one compiles, one measures memory
+                left = (settings.steps - 3) * (full.seconds[-1] + mixed.seconds[-1]) / 60
+                console.print(f"About {left:.1f} minutes to go.")
             if not console.is_terminal and (step == 0 or 10 * (step + 1) % settings.steps < 10):
                 console.print(_line(step + 1, full, mixed))  # a file shows no bars
 
 
 def _line(step: int, *trainees: Trainee) -> str:
-    """How far the training is: `"step 20: FP32 loss 3.214, 12 ms; BF16 O1 loss 3.215, 11 ms"`."""
+    """How far the training is: `"step 20: FP32 loss 3.214, 12 ms; O1 loss 3.215, 11 ms"`."""
     each = (f"{t.name} loss {t.losses[-1]:.3f}, {1e3 * t.seconds[-1]:.0f} ms" for t in trainees)
     return f"step {step}: {'; '.join(each)}"
 
@@ -258,26 +257,16 @@ def _table(result: DemoResult) -> Table:
          f"{result.memory_kind}; {mixed.memory / full.memory:.0%} of FP32's"),
     ):  # fmt: skip
         row(title, *(f"{times * getattr(one, name):.{digits}f}" for one in (full, mixed)), note)
-    row("products", "all FP32", str(mixed.low), "what the planner chose for this machine")
+    row("matmuls", "FP32", mixed.name.split()[0], f"{mixed.low}: chosen for this machine")
     row("can gain here", "-", "", result.can_gain)
     if mixed.loss_scale is None:
         row("loss scale", "-", "none", "not needed: BF16 has the range of FP32")
     else:
         row("loss scale", "-", f"{mixed.loss_scale:g}", "dynamic, inside the compiled graph")
     row("skipped steps", "-", str(mixed.skipped_steps), "steps whose gradients overflowed")
-    row("casts placed", "-", str(mixed.casts), f"in {mixed.graphs} graph(s)")
     for dump in result.dumps:
         row("dump", "-", "written", str(dump))
     return table
-
-
-def runs_low(plans: Sequence[GraphPlan]) -> str:
-    count = low = 0
-    for plan in plans:  # node names are unique only within one graph
-        products = {op.name for op in plan.tensor_cores.ops}
-        count += len(products)
-        low += sum(node.precision == "LOW" for node in plan.nodes if node.name in products)
-    return f"{low} of {count} low"
 
 
 def can_gain(device: torch.device, low: torch.dtype) -> str:

@@ -14,7 +14,7 @@ from ..rules.policy import Config, Precision
 from .grid import Part, Shown, as_text
 from .partitioned import BackwardNode
 from .plan_data import GraphData, Line, PlanNode
-from .plan_text import full_graph_parts, graph_parts
+from .plan_text import full_graph_parts, graph_parts, share_low
 from .stored import restored
 from .tensor_core_report import tensor_core_report
 from .why import Answer, answer
@@ -35,6 +35,11 @@ class GraphPlan(Shown, GraphData):
             MPCompileError: it is not the data of a graph's plan, or something is missing.
         """
         return restored(cls, data)
+
+    @property
+    def share_low(self) -> float:
+        """Of the FLOPs of its matmuls, convolutions and attention the share, 0 to 1, in half."""
+        return share_low([self])
 
     def why(self, name: str) -> Answer:
         """Why a node is what it is, or what was decided for a module; as `Plan.why`."""

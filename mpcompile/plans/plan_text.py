@@ -70,19 +70,25 @@ def verdict(title: str, graphs: Sequence[GraphData]) -> Iterator[str]:
         yield f"{title}: no matrix product"
         return
     low = [one for one in found if one.is_low]
-    total = sum(one.op.flops for one in found)
     lows = (one.node.low or one.dtype for one in low)
     words = dict.fromkeys(map(dtype_word, lows)) or dict.fromkeys(
         dtype_word(graph.dtype) for graph in graphs if not graph.left
     )
     head = f"{title}: {len(low)} of {len(found) + hidden} products in "
     head += "/".join(words) or "FP32"
-    if total:
-        head += f", {sum(one.op.flops for one in low) / total:.1%} of {scaled(total, 'FLOP', 1)}"
+    if total := sum(one.op.flops for one in found):
+        head += f", {share_low(graphs):.1%} of {scaled(total, 'FLOP', 1)}"
     yield head
     if hidden:
         yield f"  in FP32: {hidden} in calls whose bodies are not rewritten"
     yield from _why_fp32([one for one in found if not one.is_low])
+
+
+def share_low(graphs: Sequence[GraphData]) -> float:
+    """Of the FLOPs of all products the share, 0 to 1, that is computed in a low dtype."""
+    found = [one for graph in graphs for one in _products_of(graph)]
+    total = sum(one.op.flops for one in found)
+    return sum(one.op.flops for one in found if one.is_low) / total if total else 0.0
 
 
 def _why_fp32(products: Sequence[_Product]) -> Iterator[str]:

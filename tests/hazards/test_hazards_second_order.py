@@ -58,7 +58,6 @@ def test_inner_gradients_stay_fp32_beside_fp16(name: str) -> None:
 @pytest.mark.slow("derivatives of derivatives")
 @pytest.mark.parametrize("name", OTHERS)
 def test_control_flow_is_right_and_says_what_stays(name: str) -> None:
-    torch._dynamo.reset()
     found = found_of(OTHERS[name], FORMS[0], BF16)
     assert found.error == ""
     assert 0 < found.low < 1

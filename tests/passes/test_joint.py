@@ -229,7 +229,6 @@ class Partitioner(CustomPartitionerFn):
 @pytest.mark.slow("compiles by Inductor, or a deep model")
 @pytest.mark.parametrize("everywhere", [False, True])
 def test_the_users_partitioner_is_called(everywhere: bool) -> None:
-    torch._dynamo.reset()
     theirs = Partitioner(None)  # don't cache
     with inductor.patch({PARTITIONER: theirs} if everywhere else {}):
         options = None if everywhere else {PARTITIONER: theirs}

@@ -212,7 +212,6 @@ def test_a_weight_that_the_forward_writes_is_kept_as_it_was(emit: str) -> None:
 @pytest.mark.slow_rows("compiles by Inductor, or a deep model")
 @pytest.mark.parametrize("emit", ["aot_eager", "inductor"])
 def test_symbolic_sizes(emit: str) -> None:
-    torch._dynamo.reset()
     model = made()
     eager = copy.deepcopy(model)
     mpcompile(model, dtype=BF16, emit=emit, dynamic=True)

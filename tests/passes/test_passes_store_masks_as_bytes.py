@@ -184,7 +184,6 @@ def test_left_alone_where_bools_are_fast(monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.slow("compiles by Inductor")
 def test_a_model_keeps_bytes() -> None:
     """From `mpcompile(model)` on: between forward and backward lie bytes, and no bools."""
-    torch._dynamo.reset()
     kept: list[torch.dtype] = []
 
     def pack(x: torch.Tensor) -> torch.Tensor:

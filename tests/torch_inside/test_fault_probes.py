@@ -189,7 +189,6 @@ def test_a_release_needs_the_rows_that_name_it(fault: TorchFault) -> None:
     probe, shows, can_show = PROBES[fault.name]
     if not can_show():
         pytest.skip("this machine can't show it")
-    torch._dynamo.reset()
     found = probe()
     if fault.is_here() and _number(shows) <= _number(VERSION):
         assert found, (
