@@ -1,5 +1,6 @@
 """Fixtures for every test, and the warnings of torch's own that are none of ours."""
 
+import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -58,6 +59,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.hookimpl(tryfirst=True)  # before pytest deselects by marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     put_in_lanes(items, config.getoption("--every"))
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # what all test files import: no collection walks over it
 
 
 @pytest.fixture(autouse=True)
