@@ -289,15 +289,13 @@ def test_what_a_machine_can_gain(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("short")
 def test_where_all_is_fp32_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And nothing is written into the folder that it runs in."""
     monkeypatch.setattr(CPU, "has_units", lambda *_: False)
     monkeypatch.setenv("MPCOMPILE_PROFILE", "")
     monkeypatch.chdir(tmp_path)
     settings = DemoSettings(steps=2, emit="eager", device="cpu", model=TINY)
     mixed = run(settings, Console(file=io.StringIO())).mixed
     assert mixed.name == "FP32 O1"
-    assert mixed.low.startswith("0 of ")
-    assert list(tmp_path.iterdir()) == []
+    assert list(tmp_path.iterdir()) == []  # nothing is written unasked
 
 
 @pytest.mark.slow("whole commands")

@@ -192,7 +192,6 @@ LOOPS: dict[str, Callable[[nn.Module], None]] = {
 def test_the_gradients_are_those_of_fp32(
     named: str, emit: str, level: str, dtype: torch.dtype
 ) -> None:
-    torch.manual_seed(0)
     net, loop = Net(), LOOPS[named]
     plain = copy.deepcopy(net)
     loop(plain)

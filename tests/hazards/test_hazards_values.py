@@ -276,7 +276,6 @@ def test_an_input_that_is_returned_is_itself(level: str, emit: str) -> None:
 @pytest.mark.parametrize("emit", ["eager", "aot_eager"])
 def test_compiled_blocks_inside_checkpoints(emit: str) -> None:
     """Compiled at their first call, which the checkpoint watches; the scale found, too."""
-    torch.manual_seed(0)
     blocks = [
         nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 48), nn.GELU(), nn.Linear(48, 32))
         for _ in range(2)

@@ -62,7 +62,7 @@ def test_a_page_runs(document: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
     names = ran(document, tmp_path)
     if document.name == "trainers.md":  # its two callbacks log
         logged = [names["trainer"].state.log_history[-1]]
-        logged += csv.DictReader(next(tmp_path.rglob("metrics.csv")).open())
+        logged += csv.DictReader(next(tmp_path.rglob("metrics.csv")).read_text().splitlines())
         assert [float(row["half"]) for row in logged] == [1.0] * 3
 
 

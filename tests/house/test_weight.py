@@ -13,9 +13,9 @@ from repository import ROOT, sources
 
 LIMITS = {
     "lines of source": 42040,
-    "lines of code": 26506,
+    "lines of code": 26503,
     "files of source": 293,
-    "lines of tests": 63369,
+    "lines of tests": 63331,
     "warnings that count more than two frames": 18,
     "registries of modules": 28,
 }

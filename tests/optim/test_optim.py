@@ -305,7 +305,6 @@ def test_a_dump_has_a_text_for_every_pass(tmp_path: Path) -> None:
 @pytest.mark.parametrize("make", [torch.optim.Rprop, torch.optim.Adafactor, torch.optim.Muon])
 def test_state_made_from_low_gradients_is_fp32(make: Any, dtype: torch.dtype) -> None:
     """These give state the dtype of a gradient, which at O2 is stored low."""
-    torch.manual_seed(0)
     net = nn.Linear(16, 16, bias=False)
     twin = copy.deepcopy(net)
     model = mpcompile(net, dtype=dtype, level="O2", emit="eager", strict=True)

@@ -318,7 +318,6 @@ class Layers(nn.Module):
 @pytest.mark.parametrize(("dtype", "level"), [(torch.float16, "O2"), (torch.bfloat16, "O1")])
 def test_a_model_that_drops_layers(dtype: torch.dtype, level: str) -> None:
     """What each step does not reach stays as it was, and so does its working copy at O2."""
-    torch.manual_seed(0)
     model = Layers()
     compiled = mpcompile(
         model, dtype=dtype, level=level, emit="eager", loss_scale=LossScale.dynamic(2.0**8)
@@ -344,7 +343,6 @@ def test_a_model_that_drops_layers(dtype: torch.dtype, level: str) -> None:
 @pytest.mark.slow("steps of many patterns of absent gradients")
 def test_experts_that_have_another_loss_scale_than_the_rest() -> None:
     """Those that have not run yet are taken to be like the others."""
-    torch.manual_seed(0)
     head = mpcompile(nn.Linear(4, 2), dtype=torch.float16, emit="eager", loss_scale=8.0)
     experts = nn.ModuleList(nn.Linear(4, 4) for _ in range(8))  # uncompiled: not scaled
     params = [*experts.parameters(), *head.parameters()]

@@ -250,7 +250,6 @@ class InOneMemory(Optimizer):
 
 @pytest.mark.filterwarnings("ignore:MPOptimizer. the step of")
 def test_copies_follow_a_step_on_other_tensors_over_the_same_memory() -> None:
-    torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
     model = mpcompile(net, dtype=torch.bfloat16, level="O2", emit="eager")
     optimizer = MPOptimizer(InOneMemory(list(net.parameters())), emit="eager")

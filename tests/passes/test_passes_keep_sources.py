@@ -338,7 +338,6 @@ class Stashes(torch.autograd.Function):
 @pytest.mark.slow_rows("compiles by Inductor, or a deep model")
 @pytest.mark.parametrize("emit", ["aot_eager", "inductor"])
 def test_a_function_that_keeps_tensors_by_itself(emit: str) -> None:
-    torch.manual_seed(0)
     weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / WIDTH**0.5)
     scale = nn.Parameter(torch.ones(WIDTH))
     x, _ = batch()

@@ -74,7 +74,6 @@ def error(found: torch.Tensor, true: torch.Tensor) -> float:
 def test_the_program_computes_what_the_compiled_model_does(
     name: str, dtype: torch.dtype, level: str
 ) -> None:
-    torch.manual_seed(0)
     make, shape = NETS[name]
     model, x = make(), torch.randn(shape)
     true = copy.deepcopy(model).double().eval()(x.double())
@@ -141,7 +140,6 @@ def test_a_tied_weight_is_stored_once_in_each_dtype() -> None:
 
 
 def test_a_model_that_trained_and_evaluates_is_exported_with_its_options() -> None:
-    torch.manual_seed(0)
     model, x = perceptron(), torch.randn(4, 16)
     mpcompile(model, dtype="fp16", emit="eager", policy=Policy(modules={"^3$": "fp32"}))
     model(x).square().mean().backward()
@@ -171,7 +169,6 @@ def test_values_that_are_compared_are_copied_by_torchs_operator() -> None:
 
 
 def test_weights_that_are_low_already_stay_so() -> None:
-    torch.manual_seed(0)
     model, x = perceptron().to(BF16), torch.randn(4, 16, dtype=BF16)
     program = finalize(model, x)
     assert all(v.dtype is BF16 for v in program.state_dict.values())

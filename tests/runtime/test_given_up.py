@@ -146,7 +146,6 @@ def train(
 @pytest.mark.parametrize("way", [by_us, of_a_function])
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
 def test_what_changes_often_stays_low(way: Any, change: Any, dtype: Any, level: str) -> None:
-    """Torch's own limit is 8. What gives up is Dynamo, so it makes no difference who emits."""
     assert all(train(Net(), way, change, dynamic=False, strict=True, dtype=dtype, level=level))
 
 

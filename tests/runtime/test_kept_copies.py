@@ -328,7 +328,6 @@ def test_threads_that_serve_read_the_weights_as_they_are() -> None:
 
 def test_a_padded_copy_is_kept() -> None:
     """Also beside one that is stored in another shape: a graph compiled later may pad otherwise."""
-    torch.manual_seed(0)
     model = mpcompile(nn.Linear(13, 7), dtype=torch.float16, pad="always", emit="aot_eager")
 
     def check(x: torch.Tensor) -> None:

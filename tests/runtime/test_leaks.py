@@ -85,8 +85,8 @@ def alive() -> Counter[str]:
     for _ in range(3):  # what goes with a function is collected after it
         drop_unused()
         gc.collect()
-    kinds = Counter(map(type, gc.get_objects()))
-    return Counter({k.__name__: sum(n for t, n in kinds.items() if issubclass(t, k)) for k in KINDS})
+    seen = Counter(map(type, gc.get_objects()))
+    return Counter({k.__name__: sum(n for t, n in seen.items() if issubclass(t, k)) for k in KINDS})
 
 
 @pytest.fixture(autouse=True)

@@ -153,7 +153,6 @@ def test_the_step_leaves_the_copies_fresh() -> None:
 
 
 def test_tied_weights_have_one_copy_and_a_true_fp32_gradient() -> None:
-    torch.manual_seed(0)
     reference = Tied().double()
     model = Tied()
     model.load_state_dict(reference.state_dict())
@@ -194,7 +193,6 @@ def test_a_parameter_of_another_class_is_never_read_stale() -> None:
 @pytest.mark.slow("trainings that overflow, against FP64")
 @pytest.mark.parametrize("emit", ["aot_eager", "inductor"])
 def test_compiled_training_follows_the_same_graph_run_as_it_is(emit: str) -> None:
-    torch.manual_seed(0)
     start = GPT(GPTConfig(vocab=61, context=16, width=32, layers=1, heads=2))
     tokens = torch.randint(61, (3, 2, 16))
     losses = []

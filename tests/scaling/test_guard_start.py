@@ -18,7 +18,6 @@ from mpcompile import LossScale, MPCompileWarning, MPOptimizer, loss_scale_of, m
 @pytest.mark.parametrize(("level", "emit"), [("O1", "eager"), ("O2", "aot_eager")])
 def test_the_first_gradient_is_right(level: str, emit: str) -> None:
     """A gradient of 1 times 65536 is already beyond FP16. Buffers and dropout as in one forward."""
-    torch.manual_seed(0)
     model = nn.Sequential(
         nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Dropout(0.5), nn.ReLU(), nn.Linear(16, 4)
     )
@@ -41,7 +40,6 @@ def test_the_first_gradient_is_right(level: str, emit: str) -> None:
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_no_first_step_is_skipped(level: str, fast: bool) -> None:
     """And the trajectory is FP32's: whoever compares twenty steps sees the same numbers."""
-    torch.manual_seed(0)
     model = mlp(32)
     reference = copy.deepcopy(model)
     compiled = mpcompile(model, level=level, **FP16)
@@ -175,7 +173,6 @@ def test_a_first_batch_without_a_usable_gradient_finds_nothing(
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_lbfgs_trains(level: str) -> None:
     """Its first closure finds the start. Later its overflows are skipped by the rule."""
-    torch.manual_seed(0)
     model = mpcompile(nn.Linear(8, 1), level=level, **FP16)
     x, y = torch.randn(32, 8), torch.randn(32, 1)
     optimizer = torch.optim.LBFGS(model.parameters(), max_iter=6)
@@ -254,7 +251,6 @@ class Written(nn.Module):
 def test_a_search_leaves_the_scale_of_graphs_that_cannot_search(
     writes_first: bool, level: str, emit: str
 ) -> None:
-    torch.manual_seed(0)
     model = Written(writes_first)
     reference = copy.deepcopy(model).double()
     start = parameters(model)

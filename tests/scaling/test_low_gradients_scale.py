@@ -51,7 +51,6 @@ def test_one_backward_over_forwards_of_two_scales() -> None:
 
 def test_two_models_of_one_scale_and_an_optimizer_each() -> None:
     """D's step moves the scale between G's forward and backward."""
-    torch.manual_seed(0)
     start = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)), Net()
     scale = LossScale.dynamic(init_scale=2.0**10, growth_interval=1)
     models, references = copy.deepcopy(start), [net.double() for net in copy.deepcopy(start)]
@@ -85,7 +84,6 @@ class Branches(nn.Module):
 @pytest.mark.parametrize("factor", [1e30, float("inf")])
 def test_gradients_meet_those_of_a_search_for_the_scale_that_failed(factor: float) -> None:
     """What is finite of them stays true to size."""
-    torch.manual_seed(0)
     reference = Branches()
     model = copy.deepcopy(reference)
     optimizer = trained(model, LossScale.dynamic(min_scale=1.0, max_scale=2.0**11))

@@ -113,7 +113,6 @@ def _trains_as_in_fp32(part: type[Activation], make: Make, *, level: str, genera
 
 @pytest.mark.parametrize("how", ["function", "backend", "whole step", "graph breaks"])
 def test_however_torch_compile_was_called(how: str) -> None:
-    torch.manual_seed(0)
     scale = LossScale.static(128.0)
     options: dict[str, Any] = {"dtype": torch.float16, "emit": "eager", "strict": True,
                                "repair": True, "loss_scale": scale}  # fmt: skip

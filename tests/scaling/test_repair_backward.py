@@ -86,7 +86,6 @@ class Distance(nn.Module):
 
 
 def test_a_gradient_that_is_infinite_in_fp32_too_is_not_repaired() -> None:
-    torch.manual_seed(0)
     model = mixed(Distance(), repair=True, loss_scale=128.0)
     mask = torch.ones(8, 1)
     mask[0] = 0
@@ -175,7 +174,6 @@ class Bounded(nn.Module):
 
 
 def test_of_an_fp32_operator_what_feeds_it_is_pinned() -> None:
-    torch.manual_seed(0)
     x, y = data()
     policy = Policy(low=BOUNDED)
     model = mixed(Bounded(), loss_scale=1.0, level="O2", policy=policy, repair=True)

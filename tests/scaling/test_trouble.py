@@ -165,7 +165,6 @@ def test_a_handwritten_update_and_accumulation() -> None:
 
 
 def test_nothing_is_looked_for_where_nothing_is_skipped() -> None:
-    torch.manual_seed(0)
     model = mpcompile(net(Steep), dtype=torch.bfloat16, emit="eager", repair=True, strict=True)
     Training(model).run(6)
     assert not loss_scale_of(model).in_a_row.pending

@@ -85,7 +85,6 @@ def test_under_inductor(kind: str, level: str, dtype: torch.dtype) -> None:
 
 def test_an_update_written_by_hand_is_not_rounded() -> None:
     """What the update is computed from keeps FP32, a product among it; what else is there, not."""
-    torch.manual_seed(0)
     weight = nn.Parameter(torch.randn(16, 16))
     mixer, x = torch.randn(16, 16), torch.randn(8, 16)
     start = weight.detach().clone()
@@ -107,7 +106,6 @@ def test_an_update_written_by_hand_is_not_rounded() -> None:
 
 def test_an_average_of_activations_leaves_their_forward_alone() -> None:
     """A codebook kept by averaging, as VQ-VAE's: the encoder in front of it still runs low."""
-    torch.manual_seed(0)
     encoder, codebook = nn.Linear(16, 16), nn.Parameter(torch.randn(16))
 
     def forward(x: torch.Tensor) -> torch.Tensor:

@@ -28,7 +28,6 @@ def options() -> dict[str, Any]:
 @pytest.mark.slow("compiles whole steps of several kinds, against FP64")
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_it_is_the_loop_that_one_would_write(accumulate: int) -> None:
-    torch.manual_seed(0)
     model = TwoInputs()
     other = copy.deepcopy(model)
     optimizer = MPOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-2), emit="eager")

@@ -91,7 +91,6 @@ def test_python_that_reads_a_value(setting: Setting, name: str) -> None:
 @pytest.mark.slow("compiles whole steps of several kinds, against FP64")
 def test_parameters_that_have_a_gradient_in_some_calls() -> None:
     """Each set of them is compiled as a whole, up to torch's limit."""
-    torch.manual_seed(0)
     layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
     optimizer = torch.optim.SGD(layers.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
 
