@@ -340,7 +340,7 @@ def _notes(work: Work) -> list[str]:
         "2(n - 1)/n of a tensor that is all-reduced, (n - 1)/n of one that is gathered or "
         "reduce-scattered. The number of DDP's buckets depends on the order in which gradients "
         "arrive, which may differ between an eager and a compiled model. The start is what the "
-        f"first {work.warm} steps send beyond as many later ones.",
+        f"first {work.warm} steps send beyond as many later ones."
     ]
 
 

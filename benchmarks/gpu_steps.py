@@ -69,10 +69,7 @@ class Arm:
 
 FP32 = Arm("compile FP32")
 AUTOCAST = Arm("compile + autocast + GradScaler", autocast=True)
-_PLAIN = (
-    Arm("mpcompile O1", level="O1"),
-    Arm("mpcompile O2", level="O2"),
-)
+_PLAIN = (Arm("mpcompile O1", level="O1"), Arm("mpcompile O2", level="O2"))
 _RECOMPUTES = Arm("mpcompile O2, MPOptimizer, recompute", "O2", recompute=True, generated=True)
 OURS = (*(arm for plain in _PLAIN for arm in (plain, plain.around())), _RECOMPUTES)
 ARMS = (FP32, AUTOCAST, *OURS)

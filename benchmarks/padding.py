@@ -72,11 +72,7 @@ def _ssd(batch: int, size: int, width: int, steps: int) -> Timed:
 
 
 CPU = Work(
-    models=(
-        _gpt(2, 1, context=64, width=128, layers=2, heads=4),
-        _dlrm(512, 4),
-        _ssd(1, 38, 64, 2),
-    )
+    models=(_gpt(2, 1, context=64, width=128, layers=2, heads=4), _dlrm(512, 4), _ssd(1, 38, 64, 2))
 )
 # Of GPT-2's 12 layers four: its head is what is padded, and five arms compile them all.
 CUDA = Work(

@@ -25,13 +25,14 @@ else:
 def _urls(config: MkDocsConfig) -> dict[str, str]:
     project = Path(config.config_file_path).with_name("pyproject.toml")
     found: dict[str, str] = tomllib.loads(project.read_text())["project"].get("urls", {})
-    return found
+    return {name: url.rstrip("/") for name, url in found.items()}
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """Set the addresses of the site and of the repository."""
     urls = _urls(config)
-    config.repo_url = urls.get("Repository", config.repo_url)
+    if "Repository" in urls:
+        config.repo_url, config.repo_name = urls["Repository"], "Repository"
     if "Documentation" in urls:
         config.site_url = urls["Documentation"]
         config.extra["version"] = {"provider": "mike"}

@@ -62,7 +62,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    import hypothesis  # noqa: F401  isort: skip  (imported, it asks gc who holds what)
+    import hypothesis  # noqa: F401  isort: skip  (it calls gc.get_referrers, blind to the frozen)
 
     gc.freeze()  # what all test files import: no collection walks over it
 

@@ -178,11 +178,7 @@ def _update_shares(model: nn.Module) -> dict[str, float]:
 
 
 def train_scaled(
-    arm: str,
-    seed: int,
-    steps: int,
-    device: torch.device = CPU,
-    gradients: Magnitudes | None = None,
+    arm: str, seed: int, steps: int, device: torch.device = CPU, gradients: Magnitudes | None = None
 ) -> Outcome:
     """Train the autoencoder; `arm` is `FP32` or one of `SCALES`.
 

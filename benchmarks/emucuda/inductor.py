@@ -67,11 +67,7 @@ def _empty_strided(
 
 def _run_kernels(device: EmulatedGPU) -> None:
     """In place of compiling, timing and launching."""
-    from torch._inductor.runtime.triton_heuristics import (
-        CachingAutotuner,
-        GridExpr,
-        config_to_dict,
-    )
+    from torch._inductor.runtime.triton_heuristics import CachingAutotuner, GridExpr, config_to_dict
 
     from benchmarks.emucuda import interpreter
 

@@ -257,10 +257,10 @@ def _table(result: DemoResult) -> Table:
          f"{result.memory_kind}; {mixed.memory / full.memory:.0%} of FP32's"),
     ):  # fmt: skip
         row(title, *(f"{times * getattr(one, name):.{digits}f}" for one in (full, mixed)), note)
-    row("matmuls", "FP32", mixed.name.split()[0], f"{mixed.low}: chosen for this machine")
+    row("matmuls", "FP32", mixed.name.split()[0], str(mixed.low))
     row("can gain here", "-", "", result.can_gain)
     if mixed.loss_scale is None:
-        row("loss scale", "-", "none", "not needed: BF16 has the range of FP32")
+        row("loss scale", "-", "none", "not needed: nothing runs in FP16")
     else:
         row("loss scale", "-", f"{mixed.loss_scale:g}", "dynamic, inside the compiled graph")
     row("skipped steps", "-", str(mixed.skipped_steps), "steps whose gradients overflowed")

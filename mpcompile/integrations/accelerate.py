@@ -169,10 +169,7 @@ class MPCompileAccelerator(Accelerator):  # type: ignore[misc]
         return super().prepare(*args, device_placement=device_placement)
 
     def prepare_model(
-        self,
-        model: nn.Module,
-        device_placement: bool | None = None,
-        evaluation_mode: bool = False,
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
         """As Accelerate's; the model is compiled before. For evaluation alone, one that isn't in
         FP32 stays as it is.

@@ -10,16 +10,7 @@ from torch import fx
 
 from .. import rules
 from ..torch_inside.tensors import storage_of
-from .values import (
-    attribute,
-    captured,
-    is_op,
-    is_opaque,
-    op_name,
-    positions,
-    tensor,
-    tensors_of,
-)
+from .values import attribute, captured, is_op, is_opaque, op_name, positions, tensor, tensors_of
 
 
 def storage(node: fx.Node) -> int | None:

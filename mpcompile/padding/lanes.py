@@ -83,10 +83,7 @@ def _through_elementwise(node: fx.Node, held: Callable[[fx.Node], DimLanes]) -> 
 
 
 def _through_dim(
-    node: fx.Node,
-    dim: int,
-    operands: Mapping[Path, fx.Node],
-    held: Callable[[fx.Node], DimLanes],
+    node: fx.Node, dim: int, operands: Mapping[Path, fx.Node], held: Callable[[fx.Node], DimLanes]
 ) -> Kept | None:
     shape = ir.value(node).shape
     contents: dict[Path, float | None] = {}

@@ -38,7 +38,9 @@ class GraphPlan(Shown, GraphData):
 
     @property
     def share_low(self) -> float:
-        """Of the FLOPs of its matmuls, convolutions and attention the share, 0 to 1, in half."""
+        """Of the FLOPs of its matmuls, convolutions and attention the share, 0 to 1, in half; 0 if
+        it has none. Those in calls whose bodies are not rewritten don't count.
+        """
         return share_low([self])
 
     def why(self, name: str) -> Answer:

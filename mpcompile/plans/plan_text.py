@@ -85,7 +85,7 @@ def verdict(title: str, graphs: Sequence[GraphData]) -> Iterator[str]:
 
 
 def share_low(graphs: Sequence[GraphData]) -> float:
-    """Of the FLOPs of all products the share, 0 to 1, that is computed in a low dtype."""
+    """Of the FLOPs of all products that could be rewritten the share, 0 to 1, in a low dtype."""
     found = [one for graph in graphs for one in _products_of(graph)]
     total = sum(one.op.flops for one in found)
     return sum(one.op.flops for one in found if one.is_low) / total if total else 0.0

@@ -89,7 +89,7 @@ _row(LOW, "piecewise linear with a learned slope; in torch.amp's FP16 list", "pr
 
 # -- FULL: range or accumulation ------------------------------------------------------------------
 
-_WHY = "its result grows fast: out of FP16's range, past BF16's digits"
+_WHY = "its result can grow fast: FP16 overflows, BF16 rounds it coarsely"
 _row(FULL, _WHY, "exp reciprocal rsqrt", grows=True, keeps=RESULT, elementwise=True)
 _row(FULL, _WHY, "exp2 expm1 pow square softplus", grows=True, elementwise=True)
 _row(FULL, _WHY, """

@@ -37,6 +37,7 @@ from ..scaling.kept_copies import follow_grad_mode
 from ..torch_inside.modules import (
     buffers_of,
     compiled_call,
+    entered_by_dynamo,
     hooks_around,
     plain_call,
     set_compiled_call,
@@ -95,8 +96,7 @@ def running(
             return (plain if is_inlined() else apart)(*args, **kwargs)
         return (untraced if torchscript_trace() is None else plain)(*args, **kwargs)
 
-    vars(run).pop("_torchdynamo_inline", None)  # Dynamo would trace `plain` in its place
-    return run
+    return entered_by_dynamo(run)
 
 
 def compiled_part(

@@ -167,9 +167,7 @@ class Regions:
             )
 
     def divide(
-        self,
-        backend: Function,
-        compiled: Callable[[type[nn.Module], Function], Function],
+        self, backend: Function, compiled: Callable[[type[nn.Module], Function], Function]
     ) -> None:
         """Give the modules their calls, again if they have some.
 

@@ -235,10 +235,7 @@ class Reader:
     """
 
     def __init__(
-        self,
-        dtype: torch.dtype,
-        scale: LossScale | None,
-        shapes: Sequence[tuple[int, ...]],
+        self, dtype: torch.dtype, scale: LossScale | None, shapes: Sequence[tuple[int, ...]]
     ) -> None:
         self.dtype, self.scale, self._shapes = dtype, scale, shapes
         # By the first one's id: a graph may run with the parameters of equal modules in turn.

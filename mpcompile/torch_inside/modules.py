@@ -47,6 +47,14 @@ def read_by_dynamo(module: nn.Module) -> None:
 _NO_HOOK = -1  # torch counts hooks from 0
 
 
+def entered_by_dynamo(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Let Dynamo trace this function, which `functools.wraps` made look like what torch.compile
+    returned: by that one's mark it would trace the function below.
+    """
+    vars(function).pop("_torchdynamo_inline", None)
+    return function
+
+
 def buffers_of(module: nn.Module) -> dict[str, Any]:
     """The dict in which a module holds its buffers."""
     return module._buffers

@@ -47,10 +47,7 @@ _CALLS = 4
 
 
 def compile_verified(
-    gm: fx.GraphModule,
-    inputs: Sequence[Any],
-    patches: dict[str, Any] | None,
-    asked: Verify,
+    gm: fx.GraphModule, inputs: Sequence[Any], patches: dict[str, Any] | None, asked: Verify
 ) -> Any:
     """Compile a graph as `compile_fx` does.
 

@@ -186,11 +186,7 @@ def _constant(value: torch.Tensor, low: torch.dtype) -> Wide | None:
 
 
 def _through(
-    node: fx.Node,
-    wide: dict[fx.Node, Wide],
-    integers: Collection[fx.Node],
-    *,
-    read_by_digit: bool,
+    node: fx.Node, wide: dict[fx.Node, Wide], integers: Collection[fx.Node], *, read_by_digit: bool
 ) -> Wide | None:
     """Pin the node if a constant or a wide operand requires it. Returns why its result is wide."""
     decision, rule = ir.mark(node), ir.rule(node)

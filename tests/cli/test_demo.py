@@ -290,7 +290,6 @@ def test_what_a_machine_can_gain(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("short")
 def test_where_all_is_fp32_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CPU, "has_units", lambda *_: False)
-    monkeypatch.setenv("MPCOMPILE_PROFILE", "")
     monkeypatch.chdir(tmp_path)
     settings = DemoSettings(steps=2, emit="eager", device="cpu", model=TINY)
     mixed = run(settings, Console(file=io.StringIO())).mixed

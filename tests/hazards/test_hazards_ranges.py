@@ -270,7 +270,7 @@ def test_its_gradients_follow_fp64(named: str, how: Any) -> None:
         model(x, t).backward()
         wanted = drawn.a.weight.grad
         found.append(float((model.a.weight.grad.double() - wanted).norm() / wanted.norm()))
-    assert statistics.median(found) < 0.02
+    assert statistics.median(off if off < 1 else 1 for off in found) < 0.02  # NaN is not
 
 
 STEEP: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {

@@ -12,10 +12,10 @@ from collections.abc import Iterator
 from repository import ROOT, sources
 
 LIMITS = {
-    "lines of source": 42040,
-    "lines of code": 26503,
+    "lines of source": 42023,
+    "lines of code": 26479,
     "files of source": 293,
-    "lines of tests": 63331,
+    "lines of tests": 63333,
     "warnings that count more than two frames": 18,
     "registries of modules": 28,
 }

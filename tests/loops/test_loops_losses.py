@@ -196,7 +196,11 @@ CHECKPOINTS: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
 @pytest.mark.slow_rows("a loop each", but=8)
 @WAYS
 @pytest.mark.parametrize(
-    ("how", "emit"), [*((how, "aot_eager") for how in CHECKPOINTS), ("sequential", "inductor")]
+    ("how", "emit"),
+    [
+        *((how, "aot_eager") for how in CHECKPOINTS),
+        *((how, "inductor") for how in ("sequential", "reentrant loop", "nested")),
+    ],
 )
 @agreeing()
 @pytest.mark.filterwarnings("ignore:None of the inputs")  # as the inner one first has none

@@ -46,6 +46,12 @@ def test_it_begins_with_a_verdict() -> None:
     ]
 
 
+def test_products_of_several_graphs_count() -> None:
+    """Their nodes bear the same names."""
+    text = str(plan(products(product("a")), products(product("a", 3000, "slow"))))
+    assert text.startswith("Net at O1: 1 of 2 products in FP16, 25.0% of 4.0 kFLOP")
+
+
 def test_the_verdict_names_the_costliest_and_counts_the_rest() -> None:
     alike = [product(f"layer{i}", 100 + i, "small") for i in range(5)]
     rare = [product(f"other{i}", 10 + i, f"reason {i}") for i in range(4)]

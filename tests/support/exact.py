@@ -35,11 +35,7 @@ class InFP64:
         self.graphs: list[fx.GraphModule] = []
         settings.setdefault("cores", CORES)
         self.config = Config(
-            level=Level(level),
-            low=torch.float16,
-            device=torch.device("cpu"),
-            pad=pad,
-            **settings,
+            level=Level(level), low=torch.float16, device=torch.device("cpu"), pad=pad, **settings
         )
 
     def __call__(self, gm: fx.GraphModule, examples: Sequence[Any]) -> Any:

@@ -42,10 +42,7 @@ def made() -> Net:
 
 def batch() -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(1)
-    return (
-        torch.randn(64, 32, generator=generator),
-        torch.randint(10, (64,), generator=generator),
-    )
+    return (torch.randn(64, 32, generator=generator), torch.randint(10, (64,), generator=generator))
 
 
 def trained(

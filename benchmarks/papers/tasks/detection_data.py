@@ -139,8 +139,7 @@ def _inside(boxes: Tensor, labels: Tensor) -> Tensor:
         in_box & (torch.minimum(across.abs(), down.abs()) <= 0.35),
     ]
     return functools.reduce(
-        torch.logical_or,
-        [(labels == i).view(-1, 1, 1) & shape for i, shape in enumerate(shapes)],
+        torch.logical_or, [(labels == i).view(-1, 1, 1) & shape for i, shape in enumerate(shapes)]
     )
 
 

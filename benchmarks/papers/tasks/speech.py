@@ -310,10 +310,7 @@ class _Training(OneModel):
         said = [spelled(row) for row in labels.cpu()]
         heard = greedy(found, frames_out(frames))
         wrong = sum(distance(a, b) for a, b in zip(heard, said, strict=True))
-        return {
-            "held-out loss": loss,
-            "wrong characters, %": 100 * wrong / int(letters.sum()),
-        }
+        return {"held-out loss": loss, "wrong characters, %": 100 * wrong / int(letters.sum())}
 
 
 DEEP_SPEECH = Task(
