@@ -39,6 +39,7 @@ def test_a_first_compile_for_cuda_at_every_level(gpu: str) -> None:
         assert run["loss"] == "torch.float32 on cuda:0"
 
 
+@pytest.mark.sampled(3)
 @each_gpu
 def test_nobody_waits_for_the_device(gpu: str) -> None:
     """The first steps find the scale. From then on a generated step reads nothing; a plain

@@ -95,7 +95,7 @@ def run(numbers: range, emits: tuple[str, ...] = EMITS) -> None:
 
 @pytest.mark.parametrize("emit", EMITS)
 def test_random_programs(emit: str) -> None:
-    run(range(30), (emit,))
+    run(range(16), (emit,))
 
 
 @pytest.mark.sweep("random programs")

@@ -147,7 +147,7 @@ WHOLE = [
 SCALED = [Case(name, "between", "O2", 3, times) for times in (1e-4, 1e3) for name in OPS]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("case", SAMPLED, ids=str)
 def test_sampled(case: Case) -> None:
     judge(case)

@@ -191,6 +191,7 @@ def test_a_parameter_of_another_class_is_never_read_stale() -> None:
 
 
 @pytest.mark.slow("trainings that overflow, against FP64")
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("emit", ["aot_eager", "inductor"])
 def test_compiled_training_follows_the_same_graph_run_as_it_is(emit: str) -> None:
     start = GPT(GPTConfig(vocab=61, context=16, width=32, layers=1, heads=2))

@@ -16,7 +16,7 @@ import itertools
 import os
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import pytest
@@ -52,7 +52,8 @@ def put_in_lanes(items: Sequence[pytest.Item], every: int = 1) -> None:
     for rows in tests.values():
         mark = rows[0].get_closest_marker("sampled")
         if mark is None:
-            taken = [rows[i] for i in covering([_values(row) for row in rows])][::every]
+            dear = {i for i, row in enumerate(rows) if row.get_closest_marker("slow")}
+            taken = [rows[i] for i in covering([_values(row) for row in rows], dear)][::every]
         else:
             taken = rows[:: max(every, mark.args[0])]
         for row in set(rows).difference(taken):
@@ -75,13 +76,14 @@ def _values(row: pytest.Item) -> Row:
     return tuple(callspec._idlist) if callspec is not None else ("",)
 
 
-def covering(rows: Sequence[Row]) -> list[int]:
+def covering(rows: Sequence[Row], dear: Collection[int] = ()) -> list[int]:
     """Numbers of rows, in order, such that each value of each axis occurs: one program in FP16 at
     O1, the next in BF16 at O2. Of rows that would do, the one whose pairs of values, and then whose
     values, were taken least often.
 
     Args:
         rows: of each row its value on each axis. With one axis, all are taken.
+        dear: numbers of rows that count as taken four times, so that fewer of them are.
     """
     values = [tuple(enumerate(row)) for row in rows]
     pairs = [tuple(itertools.combinations(row, 2)) for row in values]
@@ -95,7 +97,8 @@ def covering(rows: Sequence[Row]) -> list[int]:
     while left:
         best = min((i for i, row in enumerate(values) if left.intersection(row)), key=taken_before)
         left.difference_update(values[best])
-        often.update((*pairs[best], *values[best]))
+        for _ in range(4 if best in dear else 1):
+            often.update((*pairs[best], *values[best]))
         taken.append(best)
     return sorted(taken)
 

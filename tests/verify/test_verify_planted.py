@@ -80,9 +80,8 @@ def compiler(kind: str, folder: Path) -> dict[str, Any]:
 @pytest.mark.parametrize("level", ["O0", "O1", "O2"])
 @pytest.mark.parametrize("how", ["a plain optimizer", "MPOptimizer", "train_step", "evaluation"])
 @pytest.mark.parametrize("kind", ["sum", "product", "exp"])
-@pytest.mark.slow(
-    "a compiler that is wrong has each kernel compiled several times: up to a minute a row"
-)
+@pytest.mark.slow("each kernel is compiled several times: up to a minute a row")
+@pytest.mark.sampled(16)
 def test_a_wrong_compiler_is_seen_and_cured(
     kind: str, how: str, level: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
