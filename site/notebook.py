@@ -29,11 +29,13 @@ def on_files(files: Files, *, config: MkDocsConfig) -> Files:
 
 
 def on_page_read_source(page: Page, *, config: MkDocsConfig) -> str | None:
-    """A notebook as Markdown: its text, and its code in blocks."""
+    """A notebook as Markdown: its text, and its code and what that printed in blocks."""
     if not isinstance(page.file, Notebook):
         return None
     parts = []
     for cell in json.loads(Path(str(page.file.abs_src_path)).read_text())["cells"]:
         text = "".join(cell["source"])
         parts.append(text if cell["cell_type"] == "markdown" else f"```python\n{text}\n```")
+        printed = ["".join(out["text"]) for out in cell.get("outputs", ()) if "text" in out]
+        parts += [f"```text\n{text}\n```" for text in printed]
     return "\n\n".join(parts)
