@@ -22,17 +22,12 @@ else:
     from pip._vendor import tomli as tomllib
 
 
-def _urls(config: MkDocsConfig) -> dict[str, str]:
-    project = Path(config.config_file_path).with_name("pyproject.toml")
-    found: dict[str, str] = tomllib.loads(project.read_text())["project"].get("urls", {})
-    return {name: url.rstrip("/") for name, url in found.items()}
-
-
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """Set the addresses of the site and of the repository."""
-    urls = _urls(config)
+    project = Path(config.config_file_path).with_name("pyproject.toml")
+    urls = tomllib.loads(project.read_text())["project"].get("urls", {})
     if "Repository" in urls:
-        config.repo_url, config.repo_name = urls["Repository"], "Repository"
+        config.repo_url, config.repo_name = urls["Repository"].rstrip("/"), "Repository"
     if "Documentation" in urls:
         config.site_url = urls["Documentation"]
         config.extra["version"] = {"provider": "mike"}
@@ -41,7 +36,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 
 def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Put the badge of the last CI run on the home page."""
-    runs = f"{_urls(config).get('Repository', '')}/actions/workflows/ci.yml"
-    if page.file.src_uri != "README.md" or runs.startswith("/"):
+    if page.file.src_uri != "README.md" or not config.repo_url:
         return markdown
+    runs = f"{config.repo_url}/actions/workflows/ci.yml"
     return markdown.replace("\n", f"\n\n[![CI]({runs}/badge.svg)]({runs})\n", 1)

@@ -1,6 +1,5 @@
 """Fixtures for every test, and the warnings of torch's own that are none of ours."""
 
-import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -59,12 +58,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.hookimpl(tryfirst=True)  # before pytest deselects by marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     put_in_lanes(items, config.getoption("--every"))
-
-
-def pytest_collection_finish() -> None:
-    import hypothesis  # noqa: F401  isort: skip  (it calls gc.get_referrers, blind to the frozen)
-
-    gc.freeze()  # what all test files import: no collection walks over it
 
 
 @pytest.fixture(autouse=True)

@@ -4,7 +4,7 @@ The interpreter handles itself what a replay would lose:
 
 * A higher-order operator (autograd.Function, cond, flex_attention) stays one opaque node. Traced
   through, `autograd.Function` would silently lose its backward.
-* So does a function that calls such an operator unseen by Dynamo (`torch._dynamo.allow_in_graph`).
+* So does a function that calls such an operator unseen by Dynamo (`torch.compiler.allow_in_graph`).
 * Derivatives inside of the program (`torch.autograd.grad`, `torch.func`, `torch.vmap`) are written
   out as operators (`derivatives.py`).
 * The body of an activation checkpoint is inlined, its nodes tagged with their `Region`, so that the

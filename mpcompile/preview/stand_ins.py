@@ -150,7 +150,7 @@ def no_trace() -> Iterator[None]:
     Meanwhile Python's cyclic garbage collector is off: tracing makes many objects, nearly all of
     which live to its end, and looking through them again and again would take a tenth of the time
     and more. What Dynamo compiled for the user's functions after a graph break stays until
-    `torch._dynamo.reset()`; their own compilations are kept apart from it (from torch 2.13 on).
+    `torch.compiler.reset()`; their own compilations are kept apart from it (from torch 2.13 on).
     """
     collects, counts = gc.isenabled(), copy.deepcopy(counters)
     backends = set(cached_backends)

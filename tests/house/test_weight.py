@@ -15,7 +15,7 @@ LIMITS = {
     "lines of source": 42023,
     "lines of code": 26479,
     "files of source": 293,
-    "lines of tests": 63334,
+    "lines of tests": 63331,
     "warnings that count more than two frames": 18,
     "registries of modules": 28,
 }

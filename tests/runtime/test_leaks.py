@@ -91,9 +91,13 @@ def alive() -> Counter[str]:
 
 @pytest.fixture(autouse=True)
 def nothing_is_logged() -> Iterator[None]:
-    """Pytest keeps the records of a test, and torch's trace hands graphs to these."""
+    """Pytest keeps the records of a test, and torch's trace hands graphs to these. And nothing
+    that was there before is walked over.
+    """
     logging.disable()
+    gc.freeze()
     yield
+    gc.unfreeze()
     logging.disable(logging.NOTSET)
 
 
