@@ -1,4 +1,4 @@
-"""Detection by torchvision's own detectors: a RetinaNet and an SSDlite, on the scenes of the SSD.
+"""Detection by torchvision's own detectors: an SSD and a Faster R-CNN, on our own SSD's scenes.
 
 The code of the detectors, of their losses and of their answers is torchvision's; what is small is
 the backbones, which are built of torchvision's blocks and start from random weights. The rows are
@@ -8,7 +8,7 @@ trained where torchvision can be imported.
 from __future__ import annotations
 
 import functools
-from collections import OrderedDict
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -39,54 +39,65 @@ _IMAGES: dict[str, Any] = {
 }  # fmt: skip
 
 
-def retinanet() -> nn.Module:
-    """With a feature pyramid of three levels, and GroupNorm in the heads as in torchvision's second
-    version: the first one's start from weights for 256 channels, and narrow ones vanish.
+class VGG(nn.Module):
+    """VGG's stages of two convolutions and a pool, narrow.
+
+    Boxes are read from its maps at strides 8, 16 and 32, of 48, 64 and 64 channels; the first one
+    is normalised over its channels and scaled, as the SSD's is.
     """
-    from torchvision.models.detection import RetinaNet
-    from torchvision.models.detection.anchor_utils import AnchorGenerator
-    from torchvision.models.detection.backbone_utils import BackboneWithFPN
-    from torchvision.models.detection.retinanet import RetinaNetHead
-    from torchvision.ops import Conv2dNormActivation
 
-    def stage(inner: int, outer: int) -> nn.Module:
-        first = Conv2dNormActivation(inner, outer, stride=2)
-        return nn.Sequential(first, Conv2dNormActivation(outer, outer))
+    def __init__(self) -> None:
+        super().__init__()
+        widths = (3, 16, 32, 48, 64, 64)
+        self.stages = nn.ModuleList(
+            nn.Sequential(
+                nn.Conv2d(inner, outer, 3, padding=1), nn.ReLU(),
+                nn.Conv2d(outer, outer, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
+            )
+            for inner, outer in itertools.pairwise(widths)
+        )  # fmt: skip
+        self.scale = nn.Parameter(torch.full((48, 1, 1), 20.0))
 
-    stages = {"stem": Conv2dNormActivation(3, 16, stride=2), "layer1": stage(16, 32),
-              "layer2": stage(32, 48), "layer3": stage(48, 64)}  # fmt: skip
-    levels = {"layer2": "0", "layer3": "1"}  # and a pooled one above them
-    backbone = BackboneWithFPN(nn.Sequential(OrderedDict(stages)), levels, [48, 64], 32)
-    anchors = AnchorGenerator(((14, 18), (23, 29), (36, 42)), ((0.6, 1.0, 1.7),) * 3)
-    norm = functools.partial(nn.GroupNorm, 4)
-    head = RetinaNetHead(32, anchors.num_anchors_per_location()[0], CLASSES, norm_layer=norm)
-    return RetinaNet(backbone, CLASSES, min_size=SIDE, max_size=SIDE, anchor_generator=anchors,
-                     head=head, score_thresh=0.01, **_IMAGES)  # fmt: skip
+    def forward(self, images: Tensor) -> dict[str, Tensor]:
+        maps = []
+        x = images
+        for stage in self.stages:
+            x = stage(x)
+            maps.append(x)
+        first = self.scale * nn.functional.normalize(maps[2])
+        return {"0": first, "1": maps[3], "2": maps[4]}
 
 
-def ssdlite() -> nn.Module:
-    """Of inverted residuals with depthwise convolutions; boxes at places of three maps."""
-    from torchvision.models._utils import IntermediateLayerGetter
+def ssd() -> nn.Module:
+    """The head and the loss of `ssd300_vgg16`, which has three maps more for images of 300 px."""
     from torchvision.models.detection.anchor_utils import DefaultBoxGenerator
-    from torchvision.models.detection.ssd import SSD
-    from torchvision.models.detection.ssdlite import SSDLiteHead
-    from torchvision.models.mobilenetv2 import InvertedResidual
-    from torchvision.ops import Conv2dNormActivation
+    from torchvision.models.detection.ssd import SSD, SSDHead
 
-    stages = {
-        "stem": Conv2dNormActivation(3, 16, stride=2, activation_layer=nn.ReLU6),
-        "layer1": InvertedResidual(16, 24, stride=2, expand_ratio=4),
-        "layer2": nn.Sequential(InvertedResidual(24, 32, stride=2, expand_ratio=4),
-                                InvertedResidual(32, 32, stride=1, expand_ratio=4)),
-        "layer3": InvertedResidual(32, 48, stride=2, expand_ratio=4),
-        "layer4": InvertedResidual(48, 48, stride=2, expand_ratio=2),
-    }  # fmt: skip
-    maps = {"layer2": "0", "layer3": "1", "layer4": "2"}
-    backbone = IntermediateLayerGetter(nn.Sequential(OrderedDict(stages)), maps)
     anchors = DefaultBoxGenerator([[2]] * 3, scales=[0.24, 0.4, 0.58, 0.7])
-    norm = nn.BatchNorm2d
-    head = SSDLiteHead([32, 48, 48], anchors.num_anchors_per_location(), CLASSES, norm)
-    return SSD(backbone, anchors, (SIDE, SIDE), CLASSES, head=head, score_thresh=0.01, **_IMAGES)
+    head = SSDHead([48, 64, 64], anchors.num_anchors_per_location(), CLASSES)
+    return SSD(VGG(), anchors, (SIDE, SIDE), CLASSES, head=head, score_thresh=0.01, **_IMAGES)
+
+
+def faster_rcnn() -> nn.Module:
+    """Regions are proposed from one map of stride 8; two linear layers classify each."""
+    from torchvision.models.detection import FasterRCNN
+    from torchvision.models.detection.anchor_utils import AnchorGenerator
+    from torchvision.models.detection.faster_rcnn import FastRCNNPredictor, TwoMLPHead
+    from torchvision.ops import Conv2dNormActivation, MultiScaleRoIAlign
+
+    widths = (3, 16, 32, 64)
+    stages = [Conv2dNormActivation(a, b, stride=2) for a, b in itertools.pairwise(widths)]
+    backbone = nn.Sequential(*stages, Conv2dNormActivation(64, 64))
+    backbone.out_channels = 64  # what torchvision asks of a backbone
+    return FasterRCNN(
+        backbone, min_size=SIDE, max_size=SIDE,
+        rpn_anchor_generator=AnchorGenerator(((14, 23, 36),), ((0.6, 1.0, 1.7),)),
+        rpn_pre_nms_top_n_train=200, rpn_post_nms_top_n_train=100,
+        rpn_pre_nms_top_n_test=200, rpn_post_nms_top_n_test=50,
+        box_roi_pool=MultiScaleRoIAlign(["0"], 5, 2), box_head=TwoMLPHead(64 * 25, 128),
+        box_predictor=FastRCNNPredictor(128, CLASSES), box_batch_size_per_image=64,
+        box_score_thresh=0.01, **_IMAGES,
+    )  # fmt: skip
 
 
 BATCH = 8
@@ -114,14 +125,21 @@ class _Training(OneModel):
     def judge(self) -> Metrics:
         data = scenes(HELD_OUT, seed=2)
         net = self._net.eval()
+        # Losses are what a detector answers in training; its layers remain in evaluation.
+        parts = [part for name, part in net.named_modules() if name in ("", "rpn", "roi_heads")]
         losses, found = [], []
-        for start in range(0, HELD_OUT, 50):
-            batch = data[start : start + 50].to(self._device)
-            # Losses are what a detector answers in training; its layers remain in evaluation.
-            net.training = True
-            losses.append(_sum(net.forward([*batch.images], targets(batch))).item())
-            net.training = False
-            found += [_found(one) for one in net.forward([*batch.images])]
+        with torch.random.fork_rng([]):
+            torch.manual_seed(2)  # a Faster R-CNN draws the regions that it judges
+            for start in range(0, HELD_OUT, 50):
+                batch = data[start : start + 50].to(self._device)
+                for training in (True, False):
+                    for part in parts:
+                        part.training = training
+                    if training:
+                        answer = net.forward([*batch.images], targets(batch))
+                        losses.append(_sum(answer).item())
+                    else:
+                        found += [_found(one) for one in net.forward([*batch.images])]
         net.train()
         return {"held-out loss": sum(losses) / len(losses), "mAP, %": precision(found, data)}
 
@@ -130,9 +148,9 @@ def targets(batch: Scenes) -> Targets:
     """For each image, its four boxes in pixels and what they hold.
 
     Where there are fewer, the first one is repeated: each anchor looks for a box that it overlaps
-    most, and no loss is another if that is there twice. So all batches have the same shapes, and
-    torch.compile, which makes graphs for one box apart from those for several, need not make some
-    for each combination of eight images.
+    most, and no loss of an SSD is another if that is there twice (a Faster R-CNN is proposed it
+    more often). So all batches have the same shapes, and torch.compile, which makes graphs for one
+    box apart from those for several, need not make some for each combination of eight images.
     """
     there = batch.labels >= 0
     index = torch.where(there, torch.arange(there.shape[1], device=there.device),
@@ -165,5 +183,5 @@ def _task(name: str, build: Callable[[], nn.Module], top: float, steps: int) -> 
     )
 
 
-RETINANET = _task("torchvision's RetinaNet", retinanet, top=2e-3, steps=1000)
-SSDLITE = _task("torchvision's SSDlite", ssdlite, top=4e-3, steps=800)
+SSD300 = _task("torchvision's SSD", ssd, top=1e-3, steps=800)
+FASTER_RCNN = _task("torchvision's Faster R-CNN", faster_rcnn, top=2e-3, steps=800)
