@@ -7,11 +7,12 @@ machine. A kernel's bytes are each buffer that it reads or writes, once: Inducto
 of a fused attention sees operands and results only. The optimizer is not counted: it is the same
 for the peer and for O1, and at O2 it reads low gradients.
 
-Causes, the first that fits. *Weights' casts*: a kernel that does nothing but round weights, in the
-forward or again in the backward. *Gradients' casts*: one that does nothing but widen what leaves
-the backward. *Logits and loss*: a kernel with a value over the vocabulary, products aside.
-*Attention*: of a module whose class is called so, its projections aside. *Products*: matrix
-products and convolutions. *The rest*: norms, activations, residuals, embeddings, pools.
+Causes, the first that fits. *Weights' casts*: a kernel that does nothing but round weights (or the
+batch) or lay them out, in the forward or again in the backward. *Gradients' casts*: one that does
+nothing but widen what leaves the backward. *Logits and loss*: a kernel with a value over the
+vocabulary, products aside. *Attention*: of a module whose class is called so, its projections
+aside. *Products*: matrix products and convolutions. *The rest*: norms, activations, residuals,
+embeddings, pools.
 
 *Peak* is the most that lies in memory beyond weights, batch and optimizer's state, by Inductor's
 estimate for each graph in the order of its kernels (`estimate_peak_memory`); *saved* is what the
