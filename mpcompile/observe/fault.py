@@ -17,7 +17,6 @@ from .. import ir
 from ..ir.dtypes import HALF
 from ..plans.graph_plan import GraphPlan, PlanNode
 from .record import BackwardStep, Numbers, Record
-from .watch import source_of_value
 
 _UNKNOWN = Numbers(amax=float("inf"))
 
@@ -129,12 +128,9 @@ class GraphRuns:
         return any(
             step.passed_on.bad
             for name, steps in self.steps.items()
-            if any(source_of_value(x).op == "placeholder" for x in self._reads(name))
+            if any(ir.unadded(x).op == "placeholder" for x in self.nodes[name].all_input_nodes)
             for step in steps
         )
-
-    def _reads(self, name: str) -> list[fx.Node]:
-        return [x for x in self.nodes[name].all_input_nodes if x.op != "get_attr"]
 
     def excess(self, n: fx.Node) -> int | None:
         """How many more elements of a value are not finite than in FP32; None if FP32's are not
@@ -142,7 +138,7 @@ class GraphRuns:
         """
         while ir.is_getitem(n):
             n = n.all_input_nodes[0]
-        wanted = self.full.values.get(source_of_value(n).name) if self.full is not None else None
+        wanted = self.full.values.get(ir.unadded(n).name) if self.full is not None else None
         return None if wanted is None else self.value(n).bad - wanted.bad
 
     def is_program(self, n: fx.Node) -> bool:
