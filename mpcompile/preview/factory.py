@@ -17,8 +17,6 @@ from torch import nn
 from ..errors import MPCompileError, did_you_mean
 from .explain import described
 
-__all__ = ["CONTRACT", "Made", "made_by"]
-
 CONTRACT = (
     "factory() must return (model, args) or (model, args, kwargs): an nn.Module, the tuple of its "
     "positional arguments, and the dict of the others. `mpcompile diagnose` reads a fourth value: "
