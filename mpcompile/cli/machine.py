@@ -100,10 +100,10 @@ def _profile(options: argparse.Namespace, console: Console) -> int:
     device = known_device(options.device) or default_device()
     if options.show:
         if (found := store.load(device)) is None:
-            if store.VARIABLE in os.environ:
-                where = f"{store.VARIABLE}={os.environ[store.VARIABLE]} holds none: unset it"
-                raise MPCompileError(f"there is no profile for {device}: {where}")
-            raise MPCompileError(f"there is no profile for {device}: run mpcompile profile")
+            file, todo = os.environ.get(store.VARIABLE), "run mpcompile profile"
+            if file is not None:
+                todo = f"{store.VARIABLE}={file} holds none: unset it"
+            raise MPCompileError(f"there is no profile for {device}: {todo}")
         console.print(_profile_table(found))
         return 0
     path = options.out or store.cache_path(device)

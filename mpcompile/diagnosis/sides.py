@@ -166,9 +166,20 @@ class Sides:
 
     def _backend(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         device, compiled = device_of(example_inputs), self._names(example_inputs)
-        graph = planned_or_why(
-            gm, example_inputs, self.settings, lambda: self._facts(device, gm, example_inputs)
-        )
+
+        def facts() -> Facts:
+            masters = [
+                i for i, x in enumerate(example_inputs)
+                if self.copied and isinstance(x, nn.Parameter) and x.dtype is torch.float32
+            ]  # fmt: skip
+            target = target_of(device, self.settings.dtype)
+            return Facts(
+                target, around_now(gm, example_inputs, device.type, self.settings.names()),
+                scaled=scale_for(example_inputs, target.low, self.settings) is not None,
+                copied=dict.fromkeys(masters), pinned=self.repairs.pins,
+            )  # fmt: skip
+
+        graph = planned_or_why(gm, example_inputs, self.settings, facts)
         if isinstance(graph, str):
             self.plans.append(plan_of_left(graph, device))
             return gm.forward
@@ -184,20 +195,6 @@ class Sides:
     def _names(self, inputs: Sequence[Any]) -> list[str | None]:
         names = self.settings.names()
         return [names.get(id(x)) for x in inputs]
-
-    def _facts(
-        self, device: torch.device, gm: fx.GraphModule, example_inputs: Sequence[Any]
-    ) -> Facts:
-        masters = [
-            i for i, x in enumerate(example_inputs)
-            if self.copied and isinstance(x, nn.Parameter) and x.dtype is torch.float32
-        ]  # fmt: skip
-        target = target_of(device, self.settings.dtype)
-        return Facts(
-            target, around_now(gm, example_inputs, device.type, self.settings.names()),
-            scaled=scale_for(example_inputs, target.low, self.settings) is not None,
-            copied=dict.fromkeys(masters), pinned=self.repairs.pins,
-        )  # fmt: skip
 
     def _watched(self, graph: Planned, record: Record, number: int, args: Sequence[Any]) -> Any:
         if self._side is RunKind.EXACT:

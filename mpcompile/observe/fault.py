@@ -101,17 +101,14 @@ class GraphRuns:
 
     def amax(self, name: str) -> float:
         """The largest magnitude of a value in FP64, else in FP32; infinity if neither is known."""
-        return self._known("values", name).amax
-
-    def amin(self, name: str) -> float:
-        """The same of the smallest magnitude above zero."""
-        return self._known("values", name).amin
+        return self.known("values", name).amax
 
     def gradient_amax(self, name: str) -> float:
         """The same of the gradient of a value, without the loss scale."""
-        return self._known("gradients", name).amax
+        return self.known("gradients", name).amax
 
-    def _known(self, what: str, name: str) -> Numbers:
+    def known(self, what: str, name: str) -> Numbers:
+        """The numbers of one of the "values" or "gradients" there."""
         found = [getattr(r, what) for r in (self.exact, self.full) if r is not None]
         return next((of[name] for of in found if name in of), _UNKNOWN)
 
@@ -175,15 +172,13 @@ class GraphRuns:
         """A fault at a node; inside of a user's backward, if the step says at which line. Of the
         pins, those count that are operators of the program.
         """
-        frames = step.frames if step is not None and step.frames else None
-        line = self.lines.get(n.name)
-        line = line or PlanNode(
+        line = self.lines.get(n.name) or PlanNode(
             n.name, ir.op_name(n), ir.module_path(n), ir.source(n), "", "", "", "", "",
             frames=ir.frames(n),
         )  # fmt: skip
-        if frames:
-            source = frames[-1].partition(" in ")[0]
-            line = dataclasses.replace(line, source=source, frames=frames)
+        if step is not None and step.frames:
+            source = step.frames[-1].partition(" in ")[0]
+            line = dataclasses.replace(line, source=source, frames=step.frames)
         own = [name for name in pins if name in self.nodes and self.is_program(self.nodes[name])]
         return Fault(kind, line, reason, amax, tuple(dict.fromkeys(own)))
 

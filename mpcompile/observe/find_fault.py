@@ -77,7 +77,7 @@ def _overflowed(case: GraphRuns, n: fx.Node) -> Fault:
     elif amax > end:
         reason = f"its result, up to {text(amax)}, doesn't fit {name}, which ends at {end:g}"
     elif flushed := _flushed_operand(case, n):
-        least = text(case.amin(flushed.name))
+        least = text(case.known("values", flushed.name).amin)
         reason = (
             f"it reads zeros, where {flushed.name} underflowed in {low_name(flushed)}: the "
             f"smallest value there is {least}"
