@@ -12,7 +12,7 @@ from torch import fx
 
 from ..torch_inside.names import counters
 
-__all__ = ["skipped_since", "skips", "why_it_ends"]
+__all__ = ["skipped_since", "skips", "users_frame", "why_it_ends"]
 
 _NOT_THEIRS = (Path(torch.__file__).parent, Path(__file__).parents[1])
 
@@ -26,7 +26,9 @@ def why_it_ends(gm: fx.GraphModule) -> str | None:
     reason = getattr(gm, "compile_subgraph_reason", None)
     if reason is None or not reason.graph_break:
         return None
-    return _sentence(reason.reason) + _place(reason.user_stack)
+    frame = users_frame(reason.user_stack)
+    place = f" ({Path(frame.filename).name}:{frame.lineno})" if frame else ""
+    return _sentence(reason.reason) + place
 
 
 def skips() -> dict[str, int]:
@@ -62,11 +64,11 @@ def _sentence(text: str) -> str:
     return re.sub(r" at 0x[0-9a-f]+", "", said).rstrip(".")
 
 
-def _place(stack: Iterable[FrameSummary]) -> str:
-    """`" (model.py:12)"`, the innermost of the user's lines, or `""`."""
+def users_frame(stack: Iterable[FrameSummary]) -> FrameSummary | None:
+    """The innermost of the user's frames, if there is one."""
     theirs = [
         frame
         for frame in stack
         if not any(Path(frame.filename).is_relative_to(root) for root in _NOT_THEIRS)
     ]
-    return f" ({Path(theirs[-1].filename).name}:{theirs[-1].lineno})" if theirs else ""
+    return theirs[-1] if theirs else None

@@ -24,8 +24,6 @@ from collections.abc import Sequence
 
 from .._version import __version__
 
-__all__ = ["main"]
-
 # What each command is in, and its line in the list of them. Only what is asked for is imported: it
 # needs torch, which takes seconds.
 COMMANDS = {

@@ -100,10 +100,10 @@ def _profile(options: argparse.Namespace, console: Console) -> int:
     device = known_device(options.device) or default_device()
     if options.show:
         if (found := store.load(device)) is None:
-            if store.VARIABLE in os.environ:
-                where = f"{store.VARIABLE}={os.environ[store.VARIABLE]} holds none: unset it"
-                raise MPCompileError(f"there is no profile for {device}: {where}")
-            raise MPCompileError(f"there is no profile for {device}: run mpcompile profile")
+            file, todo = os.environ.get(store.VARIABLE), "run mpcompile profile"
+            if file is not None:
+                todo = f"{store.VARIABLE}={file} holds none: unset it"
+            raise MPCompileError(f"there is no profile for {device}: {todo}")
         console.print(_profile_table(found))
         return 0
     path = options.out or store.cache_path(device)
@@ -133,31 +133,22 @@ def _profile_table(profile: Profile) -> Table:
     for sample in profile.samples:
         sizes.setdefault((sample.kind, sample.dims), {})[sample.dtype] = sample
     previous = ""
-    for kind, dims in sorted(sizes, key=_order):
+    kinds = list(KINDS)
+    for kind, dims in sorted(sizes, key=lambda of: (kinds.index(of[0]), flops(*of) or of[1][0])):
         if previous and kind != previous:
             table.add_section()
         previous = kind
         found = sizes[kind, dims]
         full = found.get(torch.float32)
+        low = [found.get(dtype) for dtype in _LOW]
         size = ", ".join(f"{n} {d}" for n, d in zip(KINDS[kind].dims, dims, strict=True))
         table.add_row(
             kind,
             size,
             "-" if full is None else f"{full.total * 1e3:.4g}",
-            *(_gain(full, found.get(dtype)) for dtype in _LOW),
+            *("-" if not (full and one) else f"{full.total / one.total:.2f}x" for one in low),
         )
     return table
-
-
-def _order(size: tuple[str, tuple[int, ...]]) -> tuple[int, float]:
-    kind, dims = size
-    return list(KINDS).index(kind), flops(kind, dims) or dims[0]
-
-
-def _gain(full: Sample | None, low: Sample | None) -> str:
-    if full is None or low is None:
-        return "-"
-    return f"{full.total / low.total:.2f}x"
 
 
 def _add_check(parser: argparse.ArgumentParser) -> None:

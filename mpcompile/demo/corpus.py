@@ -13,8 +13,6 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-__all__ = ["Corpus", "corpus", "held_out_batches", "text_batches"]
-
 HELD_OUT = 0.1
 
 
@@ -68,10 +66,5 @@ def held_out_batches(
     count = min(limit, (len(tokens) - 1) // step)
     if count < 1:
         raise ValueError(f"{len(tokens)} tokens are too few for {batch} sequences of {context}")
-    return [
-        (
-            tokens[start : start + step].view(batch, context),
-            tokens[start + 1 : start + step + 1].view(batch, context),
-        )
-        for start in range(0, count * step, step)
-    ]
+    end, shape = count * step, (count, batch, context)
+    return list(zip(tokens[:end].view(shape), tokens[1 : end + 1].view(shape), strict=True))

@@ -13,8 +13,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["GPT", "GPTConfig"]
-
 
 @dataclasses.dataclass(frozen=True)
 class GPTConfig:
@@ -107,12 +105,9 @@ class GPT(nn.Module):
         self.norm = nn.LayerNorm(config.width)
         self.head = nn.Linear(config.width, config.vocab, bias=False)
         self.head.weight = self.tokens.weight
-        self._init_weights()
-
-    def _init_weights(self) -> None:
         # Two additions to the residual stream per layer: keep its variance independent of depth.
         std = 0.03
-        into_residual = std / (2 * self.config.layers) ** 0.5
+        into_residual = std / (2 * config.layers) ** 0.5
         for name, weight in self.named_parameters():
             if weight.dim() == 2:
                 scaled = name.endswith(("attention.out.weight", "down.weight"))

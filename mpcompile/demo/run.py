@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..api import mpcompile
 from ..devices.registry import capabilities, default_device
-from ..plans.plan_text import share_low, verdict
+from ..plans.plan_text import dtype_word, share_low, verdict
 from ..profile.store import load as load_profile
 from ..rules.policy import parse_dtype
 from ..runtime.records import compiled_plans, loss_scale_of
@@ -26,8 +26,6 @@ from ..settings import Emits, LevelWord
 from .corpus import corpus, held_out_batches, text_batches
 from .gpt import GPT, GPTConfig
 from .train import Trainee, held_out_loss
-
-__all__ = ["DemoResult", "DemoSettings", "Outcome", "run"]
 
 BATCH = 8
 LEARNING_RATE = 1.5e-3
@@ -121,8 +119,16 @@ def run(settings: DemoSettings, console: Console) -> DemoResult:
     asked = parse_dtype(settings.dtype)
     dtype = can.auto if asked is None else asked
     why = can.why_auto() if asked is None else "asked for"
-    text = corpus()
-    _announce(console, settings, device, dtype, why, len(text.train))
+    text, size, low = corpus(), settings.model, dtype_word(dtype)
+    console.print(
+        f"Training a GPT ({size.layers} layers, width {size.width}, context {size.context}, "
+        f"batch {BATCH}) twice on {len(text.train):,} bytes of Python's documentation, on "
+        f"[b]{device}[/b]."
+    )
+    console.print(f"Mixed precision: [b]{low}[/b], level {settings.level}. Why: {why}.")
+    if dtype in can.slow_dtypes:
+        slow = f"{low} has no fast kernels on {can.word}s: expect a very slow run."
+        console.print(f"[yellow]{slow}[/yellow]")
 
     full, mixed = _trainees(settings, device)
     _train(full, mixed, settings, text.train, console)
@@ -139,7 +145,7 @@ def run(settings: DemoSettings, console: Console) -> DemoResult:
         full=_outcome(full, judge),
         mixed=dataclasses.replace(
             _outcome(mixed, judge),
-            name=f"{_short(dtype) if share_low(plans) else 'FP32'} {settings.level}",
+            name=f"{low if share_low(plans) else 'FP32'} {settings.level}",
             loss_scale=scale.value if any(plan.scaled for plan in plans) else None,
             skipped_steps=scale.skipped_steps,
             low=next(verdict("", plans)).removeprefix(": "),
@@ -150,25 +156,6 @@ def run(settings: DemoSettings, console: Console) -> DemoResult:
     )
     console.print(_table(result))
     return result
-
-
-def _announce(
-    console: Console,
-    settings: DemoSettings,
-    device: torch.device,
-    dtype: torch.dtype,
-    why: str,
-    tokens: int,
-) -> None:
-    size = settings.model
-    console.print(
-        f"Training a GPT ({size.layers} layers, width {size.width}, context {size.context}, "
-        f"batch {BATCH}) twice on {tokens:,} bytes of Python's documentation, on [b]{device}[/b]."
-    )
-    console.print(f"Mixed precision: [b]{_short(dtype)}[/b], level {settings.level}. Why: {why}.")
-    if dtype in (can := capabilities(device)).slow_dtypes:
-        slow = f"{_short(dtype)} has no fast kernels on {can.word}s: expect a very slow run."
-        console.print(f"[yellow]{slow}[/yellow]")
 
 
 def _trainees(settings: DemoSettings, device: torch.device) -> tuple[Trainee, Trainee]:
@@ -182,8 +169,8 @@ def _trainees(settings: DemoSettings, device: torch.device) -> tuple[Trainee, Tr
         fresh(), dtype=settings.dtype, level=settings.level, emit=settings.emit, dump=settings.dump
     )
     return (
-        Trainee.create("FP32", full, steps=settings.steps, lr=LEARNING_RATE),
-        Trainee.create(settings.level, mixed, steps=settings.steps, lr=LEARNING_RATE),
+        Trainee("FP32", full, steps=settings.steps, lr=LEARNING_RATE),
+        Trainee(settings.level, mixed, steps=settings.steps, lr=LEARNING_RATE),
     )
 
 
@@ -278,10 +265,7 @@ def can_gain(device: torch.device, low: torch.dtype) -> str:
     times = {(s.dims, s.dtype): s.total for s in profile.samples if s.kind == "gemm"}
     sizes = {dims for dims, dtype in times if dtype is low and (dims, torch.float32) in times}
     best = max((times[dims, torch.float32] / times[dims, low] for dims in sizes), default=0.0)
+    name = dtype_word(low)
     if best < 1.1:
-        return f"no time: {_short(low)} products are no faster than FP32's here. {memory}"
-    return f"time: products up to {best:.1f}x as fast in {_short(low)} ({profile.origin}). {memory}"
-
-
-def _short(dtype: torch.dtype) -> str:
-    return {torch.float16: "FP16", torch.bfloat16: "BF16"}[dtype]
+        return f"no time: {name} products are no faster than FP32's here. {memory}"
+    return f"time: products up to {best:.1f}x as fast in {name} ({profile.origin}). {memory}"

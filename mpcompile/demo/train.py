@@ -7,7 +7,7 @@ whether the model was compiled for mixed precision.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
+import functools
 import math
 import statistics
 import time
@@ -20,15 +20,13 @@ from ..devices.capabilities import Capabilities
 from ..devices.registry import capabilities
 from .gpt import GPT
 
-__all__ = ["Trainee", "bytes_saved_for_backward", "held_out_loss"]
-
 WARM_UP = 5
 """Steps that do not count for the median: the first compiles, the next ones fill caches."""
 
 
-@dataclasses.dataclass
 class Trainee:
-    """A model, its optimizer, and the measurements taken while it trained.
+    """A model, AdamW, whose learning rate rises to `lr` and falls again over `steps`, and the
+    measurements taken while it trained.
 
     Attributes:
         name: its name in tables.
@@ -37,22 +35,16 @@ class Trainee:
         memory: bytes, counted as `memory_kind` says; None before it was measured.
     """
 
-    name: str
-    model: GPT
-    optimizer: torch.optim.Optimizer
-    schedule: torch.optim.lr_scheduler.LRScheduler
-    losses: list[float] = dataclasses.field(default_factory=list)
-    seconds: list[float] = dataclasses.field(default_factory=list)
-    memory: int | None = None
-
-    @classmethod
-    def create(cls, name: str, model: GPT, *, steps: int, lr: float) -> Trainee:
-        """Attach AdamW; the learning rate rises to ``lr`` and falls again over ``steps``."""
-        optimizer = torch.optim.AdamW(
+    def __init__(self, name: str, model: GPT, *, steps: int, lr: float) -> None:
+        self.name, self.model = name, model
+        self.optimizer = torch.optim.AdamW(
             model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True
         )
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate(step, steps))
-        return cls(name, model, optimizer, schedule)
+        rate = functools.partial(_rate, steps=steps)
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, rate)
+        self.losses: list[float] = []
+        self.seconds: list[float] = []
+        self.memory: int | None = None
 
     @property
     def device(self) -> torch.device:

@@ -7,9 +7,8 @@ has changed much.
 
 from __future__ import annotations
 
-import functools
 import inspect
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -20,8 +19,7 @@ from typing_extensions import Unpack
 from .. import ir
 from ..errors import MPCompileError, kind_of
 from ..ir.dtypes import HALF
-from ..observe.record import Numbers
-from ..observe.watch import source_of_value
+from ..observe.record import Numbers, Record
 from ..plans.pipeline import Planned
 from ..rules.policy import Policy
 from ..runtime.records import studied
@@ -29,8 +27,6 @@ from ..settings import Options
 from .check_arguments import check_loss_fn, check_trained
 from .diagnose import loss_of, sides_of
 from .sides import Run, RunKind
-
-__all__ = ["calibrate"]
 
 _EXAMPLE = "lambda model, batch: F.cross_entropy(model(batch[0]), batch[1])"
 
@@ -77,19 +73,18 @@ def calibrate(
     if not margin >= 1:
         raise MPCompileError(f"margin={margin!r}: give a number from 1")
     sides, _ = sides_of(model, options, "pin")
-    seen = _Seen(float(margin))
+    seen: list[dict[str, tuple[float, str]]] = []
     for batch in batches:
         if loss_fn is None:
             _check_call(model, batch)
-        step = functools.partial(_step, loss_fn, batch)
-        seen.add(sides.run(RunKind.FULL, step=step))
-    if not seen.batches:
+
+        def step(forward: Callable[..., Any], batch: Any = batch) -> torch.Tensor:
+            return (loss_fn or _loss)(forward, batch)
+
+        seen.append(_largest(sides.run(RunKind.FULL, step=step), float(margin)))
+    if not seen:
         raise MPCompileError("batches is empty: give some of what the model is trained on")
-    return sides.settings.policy.with_pins(seen.pins())
-
-
-def _step(loss_fn: Step | None, batch: Any, forward: Callable[..., Any]) -> torch.Tensor:
-    return (loss_fn or _loss)(forward, batch)
+    return sides.settings.policy.with_pins(_pins(seen))
 
 
 def _loss(forward: Callable[..., Any], batch: Any) -> torch.Tensor:
@@ -116,57 +111,46 @@ def _check_call(model: nn.Module, batch: Any) -> None:
         ) from None
 
 
-class _Seen:
-    """The ranges seen so far.
+def _pins(seen: Sequence[Mapping[str, tuple[float, str]]]) -> dict[str, str]:
+    """The nodes to pin, each with the reason; of each batch what `_largest` found."""
+    pins = {}
+    for name, hits in Counter(name for batch in seen for name in batch).items():
+        amax, what = max((one[name] for one in seen if name in one), key=lambda found: found[0])
+        pins[name] = f"{what} up to {amax:.2g} in {hits} of {len(seen)} batches"
+    return pins
 
-    Attributes:
-        batches: how many.
-    """
 
-    def __init__(self, margin: float) -> None:
-        self.margin, self.batches = margin, 0
-        self._largest: dict[str, float] = defaultdict(float)  # by node, of what doesn't fit
-        self._what: dict[str, str] = {}
-        self._hits: Counter[str] = Counter()
+def _largest(run: Run, margin: float) -> dict[str, tuple[float, str]]:
+    """By operator that a low dtype would break: the largest number there, and which it is."""
+    found: dict[str, tuple[float, str]] = {}
+    for graph, record in run.calls:
+        for name, what, amax in _out_of_range(graph, record, margin):
+            if name not in found or amax > found[name][0]:
+                found[name] = amax, what
+    return found
 
-    def add(self, run: Run) -> None:
-        self.batches += 1
-        found = set()
-        for graph, record in run.calls:
-            for name, what, amax in self._out_of_range(graph, record.values, record.gradients):
-                found.add(name)
-                if amax > self._largest[name]:
-                    self._largest[name], self._what[name] = amax, what
-        self._hits.update(found)
 
-    def pins(self) -> dict[str, str]:
-        return {
-            name: f"{self._what[name]} up to {amax:.2g} in {self._hits[name]} of {self.batches} "
-            "batches"
-            for name, amax in self._largest.items()
-        }
-
-    def _out_of_range(
-        self, graph: Planned, values: Mapping[str, Numbers], gradients: Mapping[str, Numbers]
-    ) -> Iterator[tuple[str, str, float]]:
-        """(node, which number, its magnitude) for each operator that a low dtype would break."""
-        lines = {line.name: line for line in graph.plan.nodes}
-        for n in graph.rewritten.graph.nodes:
-            if n.name not in lines or lines[n.name].is_added:
+def _out_of_range(
+    graph: Planned, record: Record, margin: float
+) -> Iterator[tuple[str, str, float]]:
+    """(node, which number, its magnitude) for each operator that a low dtype would break."""
+    lines = {line.name: line for line in graph.plan.nodes}
+    for n in graph.rewritten.graph.nodes:
+        if n.name not in lines or lines[n.name].is_added:
+            continue
+        for place in (n, *n.all_input_nodes):
+            if _dtype(place) not in HALF:
                 continue
-            for place in (n, *n.all_input_nodes):
-                if _dtype(place) not in HALF:
-                    continue
-                end = torch.finfo(_dtype(place)).max / self.margin
-                source = source_of_value(place).name
-                what = "result" if place is n else f"operand {source}"
-                if (amax := values.get(source, Numbers()).amax) > end:
-                    yield n.name, what, amax
-            # No loss scale below 1 is counted on: the other gradients need one above.
-            if _dtype(n) in HALF:
-                steep = gradients.get(n.name, Numbers()).amax
-                if steep > torch.finfo(_dtype(n)).max / self.margin:
-                    yield n.name, "gradient of the result", steep
+            end = torch.finfo(_dtype(place)).max / margin
+            source = ir.unadded(place).name
+            what = "result" if place is n else f"operand {source}"
+            if (amax := record.values.get(source, Numbers()).amax) > end:
+                yield n.name, what, amax
+        # No loss scale below 1 is counted on: the other gradients need one above.
+        if _dtype(n) in HALF:
+            steep = record.gradients.get(n.name, Numbers()).amax
+            if steep > torch.finfo(_dtype(n)).max / margin:
+                yield n.name, "gradient of the result", steep
 
 
 def _dtype(n: fx.Node) -> torch.dtype:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -89,7 +90,8 @@ def not_finite_in(sides: Sides) -> Iterator[str]:
     given = _bad(dict(names))
     if given:
         yield f"the inputs hold NaN or infinity ({', '.join(given)}): look at the data"
-    held = [name for name, x in _tensors_of(sides.twin) if is_bad(x)]
+    tensors = itertools.chain(sides.twin.named_parameters(), sides.twin.named_buffers())
+    held = [name for name, x in tensors if is_bad(x)]
     if held:
         yield f"parameters or buffers hold NaN or infinity: {', '.join(held)}"
     targets = _bad(_read_by(sides.loss))
@@ -105,11 +107,6 @@ def _bad(values: dict[str, Any]) -> list[str]:
         for path, part in pytree.tree_flatten_with_path(value)[0]
         if is_bad(part)
     ]
-
-
-def _tensors_of(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    yield from module.named_parameters()
-    yield from module.named_buffers()
 
 
 def _read_by(function: Callable[..., Any]) -> dict[str, Any]:

@@ -40,9 +40,7 @@ from .check_arguments import (
     not_finite_in,
 )
 from .report import NodeNumbers, Report, UpdateErrors
-from .sides import Left, Loss, Run, RunKind, Sides, low_dtype_of, run_low
-
-__all__ = ["diagnose", "diagnose_call"]
+from .sides import Loss, Run, RunKind, Sides, low_dtype_of, run_low
 
 # These count only if a parameter's gradient is far off.
 HARMLESS_ALONE = (FaultKind.INACCURATE, FaultKind.UNDERFLOW)
@@ -148,7 +146,7 @@ def _step(sides: Sides, optimizer: torch.optim.Optimizer, live: float | None, mo
         notes.append(f"no run in FP64, so FP32 is taken as exact: {str(error).splitlines()[0]}")
     sides.keep = exact is None
     full = sides.run(RunKind.FULL, exact)
-    if not sides.graphs:
+    if not sides.plans:
         raise nothing_compiled(model)
     low, fits = run_low(sides, full, exact, live)
     faults = _faults(sides, low, full, exact)
@@ -156,8 +154,8 @@ def _step(sides: Sides, optimizer: torch.optim.Optimizer, live: float | None, mo
     for graph, record in (exact or full).calls:
         histogram += record.histogram
         zeros += _zeros(graph, record)
-    plan = next((g.plan for g in sides.graphs if g.plan.left is None), sides.graphs[0].plan)
-    scaled = any(map(_is_scaled, sides.graphs))
+    plan = next((plan for plan in sides.plans if plan.left is None), sides.plans[0])
+    scaled = any(graph.inputs.scaled for graph, _ in low.calls)
     report = Report(
         model=model, level=plan.level, dtype=plan.dtype, device=plan.device,
         faults=faults,
@@ -169,15 +167,11 @@ def _step(sides: Sides, optimizer: torch.optim.Optimizer, live: float | None, mo
         zeros=zeros,
         updates=tuple(_updates(sides.twin, low.gradients, optimizer, low_dtype_of(sides))),
         optimizer=type(optimizer).__name__,
-        graphs=tuple(graph.plan for graph in sides.graphs),
+        graphs=tuple(sides.plans),
         notes=(*notes, *_notes(sides, low, full, faults)),
     )  # fmt: skip
     sides.advance(low)
     return report
-
-
-def _is_scaled(graph: Planned | Left) -> bool:
-    return isinstance(graph, Planned) and graph.inputs.scaled
 
 
 def _faults(sides: Sides, low: Run, full: Run, exact: Run | None) -> tuple[Fault, ...]:
@@ -187,9 +181,9 @@ def _faults(sides: Sides, low: Run, full: Run, exact: Run | None) -> tuple[Fault
         case = GraphRuns(
             graph.rewritten.graph, graph.plan, record, full.record_of(number, graph),
             exact.record_of(number, graph) if exact else None,
-            scale=sides.scale if _is_scaled(graph) else 1.0, loss=low.loss,
+            scale=sides.scale if graph.inputs.scaled else 1.0, loss=low.loss,
         )  # fmt: skip
-        place = sides.graphs.index(graph)
+        place = sides.plans.index(graph.plan)
         found += [
             dataclasses.replace(fault, graph=place, node=_here(fault.node, record))
             for fault in find(case)
@@ -224,10 +218,10 @@ def _is_off(low: Run, full: Run, exact: Run) -> bool:
 
 
 def _notes(sides: Sides, low: Run, full: Run, faults: Sequence[Fault]) -> Iterator[str]:
-    for left in dict.fromkeys(graph.plan.left for graph in sides.graphs):
+    for left in dict.fromkeys(plan.left for plan in sides.plans):
         if left is not None:
             yield f"a graph was left in FP32, and not looked at: {left}"
-    known = Counter(node.name for graph in sides.graphs for node in graph.plan.nodes)
+    known = Counter(node.name for plan in sides.plans for node in plan.nodes)
     common = [name for fault in faults for name in fault.pins if known[name] > 1]
     if common:
         yield (
@@ -286,7 +280,7 @@ def _numbers(sides: Sides, low: Run, full: Run) -> Iterator[NodeNumbers]:
             if name not in record.values:
                 continue
             yield NodeNumbers(
-                graph=sides.graphs.index(graph),
+                graph=sides.plans.index(graph.plan),
                 node=_here(node, record),
                 value=record.values[name],
                 gradient=record.gradients.get(name, Numbers()),

@@ -7,6 +7,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from ..observe.record import EXPONENTS, Numbers, Shares
 from ..plans import stored
 from ..plans.graph_plan import GraphPlan, PlanNode
 from ..plans.grid import Grid, Part, Shown
-from ..plans.page.render import Note, Page, Tile, data_of, html
+from ..plans.page.render import Page, data_of, html
 from ..plans.plan_text import dtype_word, has_units, short, style
 from .histogram import RANGES, chart_of
 
@@ -277,16 +278,11 @@ def _shares(report: Report) -> Iterator[Part]:
     grid = Grid((*FATES, "elements", "node", "module", "source"), indent=4)
     for name, shares in rows.items():
         grid.add(*_cells(shares), name, "", "", style="bold")
-    kinds: tuple[tuple[str, Callable[[NodeNumbers], Shares | None]], ...] = (
-        ("", lambda n: n.shares),
-        ("gradient of ", lambda n: n.gradient_shares),
-    )
-    for prefix, shares_of in kinds:
-        for n in _worst(report, lambda n, of=shares_of: _lost(of(n))):  # type: ignore[misc]
-            found, node = shares_of(n), n.node
-            assert found is not None
-            names = prefix + node.name, node.module, node.source
-            grid.add(*_cells(found), *names, style=style(node))
+    kinds = {"": attrgetter("shares"), "gradient of ": attrgetter("gradient_shares")}
+    for prefix, of in kinds.items():
+        for n in _worst(report, lambda n, of=of: _lost(of(n))):  # type: ignore[misc]
+            names = prefix + n.node.name, n.node.module, n.node.source
+            grid.add(*_cells(of(n)), *names, style=style(n.node))
     yield grid
     yield ""
 
@@ -340,7 +336,7 @@ def render(report: Report) -> str:
         },
         data=_data(report),
         tiles=tuple(_tiles(report)),
-        notes=[Note("Not found out", report.notes, warns=True)],
+        warnings={"Not found out": report.notes},
         numbers={
             "faults": report.faults,
             "finite": math.isfinite(report.losses["low"]),
@@ -353,22 +349,22 @@ def render(report: Report) -> str:
     return html(page)
 
 
-def _tiles(report: Report) -> Iterator[Tile]:
+def _tiles(report: Report) -> Iterator[tuple[str, str, str]]:
     low = dtype_word(report.dtype)
     losses = {side: f"{loss:.6g}" for side, loss in report.losses.items()}
     others = [f"in {side.upper()} {loss}" for side, loss in losses.items() if side != "low"]
-    yield Tile(f"Loss in {low}", losses["low"], ", ".join(others))
-    yield Tile("Loss scale", _number(report.scale), _scale_note(report))
+    yield f"Loss in {low}", losses["low"], ", ".join(others)
+    yield "Loss scale", _number(report.scale), _scale_note(report)
     yield _lost_tile(low, "values", report.value_shares)
     yield _lost_tile(low, "gradients", report.gradient_shares)
 
 
-def _lost_tile(low: str, what: str, found: Shares) -> Tile:
+def _lost_tile(low: str, what: str, found: Shares) -> tuple[str, str, str]:
     title = f"{low} {what} that become zero"
     if not found.count:
-        return Tile(title, "none", f"none are stored in {low}")
+        return title, "none", f"none are stored in {low}"
     others = f"subnormal {_percent(found.subnormal)}, overflow {_percent(found.overflowed)}"
-    return Tile(title, _percent(found.flushed), f"{others}, of {found.count} that are not zero")
+    return title, _percent(found.flushed), f"{others}, of {found.count} that are not zero"
 
 
 def _data(report: Report) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from ..errors import MPCompileError
 from ..ir.scale import INIT_SCALE, ScaleRule
 from ..lower.tracing_settings import settings_for
 from ..observe.record import Numbers, Record, moved
-from ..observe.watch import Comparing, Exact, Keeping, Observer, gradient_units, source_of_value
+from ..observe.watch import Comparing, Exact, Keeping, Observer, gradient_units
 from ..planner.target import device_of, target_of
 from ..plans.graph_plan import GraphPlan, plan_of_left
 from ..rules.policy import Level
@@ -47,13 +47,6 @@ class RunKind(enum.Enum):
     EXACT = "fp64"
     FULL = "fp32"
     LOW = "low"
-
-
-@dataclass(frozen=True)
-class Left:
-    """A graph that was left in FP32; its plan says why."""
-
-    plan: GraphPlan
 
 
 @dataclass
@@ -109,7 +102,7 @@ class Sides:
         repairs: what `repair=True` has pinned while the model trained.
 
     Attributes:
-        graphs: those traced so far.
+        plans: of the graphs traced so far; one that was left in FP32 says why.
         scale: the loss scale of the next run on the low side.
         seed: of the random numbers; one for each training step.
         keep: whether the next run in FP32 keeps its values, for others to be compared with.
@@ -129,7 +122,7 @@ class Sides:
         self.settings = replace(settings, names=names_in(twin))
         self.copied = mp_optimizer and settings.level is Level.O2
         self.repairs = repairs
-        self.graphs: list[Planned | Left] = []
+        self.plans: list[GraphPlan] = []
         self.scale, self.seed, self.keep = 1.0, 0, False
         # Dynamo keeps each backend for as long as the process runs.
         compiled = compiled_apart(twin, weakly(self._backend), "diagnose")
@@ -172,12 +165,25 @@ class Sides:
     # -- as a torch.compile backend ---------------------------------------------------------------
 
     def _backend(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        graph = self._graph(gm, example_inputs)
-        self.graphs.append(graph)
-        if isinstance(graph, Left):
-            return gm.forward
+        device, compiled = device_of(example_inputs), self._names(example_inputs)
 
-        compiled = self._names(example_inputs)
+        def facts() -> Facts:
+            masters = [
+                i for i, x in enumerate(example_inputs)
+                if self.copied and isinstance(x, nn.Parameter) and x.dtype is torch.float32
+            ]  # fmt: skip
+            target = target_of(device, self.settings.dtype)
+            return Facts(
+                target, around_now(gm, example_inputs, device.type, self.settings.names()),
+                scaled=scale_for(example_inputs, target.low, self.settings) is not None,
+                copied=dict.fromkeys(masters), pinned=self.repairs.pins,
+            )  # fmt: skip
+
+        graph = planned_or_why(gm, example_inputs, self.settings, facts)
+        if isinstance(graph, str):
+            self.plans.append(plan_of_left(graph, device))
+            return gm.forward
+        self.plans.append(graph.plan)
 
         def call(*args: Any) -> Any:
             record = Record(path_of=moved(compiled, self._names(args)))
@@ -189,27 +195,6 @@ class Sides:
     def _names(self, inputs: Sequence[Any]) -> list[str | None]:
         names = self.settings.names()
         return [names.get(id(x)) for x in inputs]
-
-    def _graph(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Planned | Left:
-        device = device_of(example_inputs)
-        planned = planned_or_why(
-            gm, example_inputs, self.settings, lambda: self._facts(device, gm, example_inputs)
-        )
-        return Left(plan_of_left(planned, device)) if isinstance(planned, str) else planned
-
-    def _facts(
-        self, device: torch.device, gm: fx.GraphModule, example_inputs: Sequence[Any]
-    ) -> Facts:
-        masters = [
-            i for i, x in enumerate(example_inputs)
-            if self.copied and isinstance(x, nn.Parameter) and x.dtype is torch.float32
-        ]  # fmt: skip
-        target = target_of(device, self.settings.dtype)
-        return Facts(
-            target, around_now(gm, example_inputs, device.type, self.settings.names()),
-            scaled=scale_for(example_inputs, target.low, self.settings) is not None,
-            copied=dict.fromkeys(masters), pinned=self.repairs.pins,
-        )  # fmt: skip
 
     def _watched(self, graph: Planned, record: Record, number: int, args: Sequence[Any]) -> Any:
         if self._side is RunKind.EXACT:
@@ -263,7 +248,7 @@ BACKOFF = 16
 
 def low_dtype_of(sides: Sides) -> torch.dtype:
     """The low dtype of the graphs; FP32 if all were left."""
-    names = [graph.plan.dtype for graph in sides.graphs if graph.plan.left is None]
+    names = [plan.dtype for plan in sides.plans if plan.left is None]
     low: torch.dtype = getattr(torch, names[0]) if names else torch.float32
     return low
 
@@ -318,7 +303,7 @@ def _largest(run: Run, *, low: bool) -> float:
         for n, scaled in units.items():
             value = ir.tensor(n)
             if value is not None and value.dtype is torch.float16:
-                name = n.name if low else source_of_value(n).name
+                name = n.name if low else ir.unadded(n).name
                 if scaled or not low:
                     sizes.append(record.gradients.get(name, Numbers()).amax)
     return max(sizes)

@@ -198,17 +198,14 @@ class MPCompileAccelerator(Accelerator):  # type: ignore[misc]
     def compile_model(self, model: nn.Module) -> nn.Module:
         """Compile a model in place, unless it is compiled, or some modules in it are."""
         if any(True for _ in model.parameters()) and not compiled_in(model):
-            mpcompile(model, **{**self._told_scale(), **self.compile_options})
+            options = self.compile_options
+            if self.scaler_handler is not None:  # its arguments hold in FP16, as a GradScaler's
+                told = self.scaler_handler.to_kwargs()
+                scale = LossScale.dynamic(**told) if told.pop("enabled", True) else LossScale.none()
+                scale.fp16_only = True
+                options = {"loss_scale": scale, **options}
+            mpcompile(model, **options)
         return model
-
-    def _told_scale(self) -> dict[str, LossScale]:
-        """A loss scale by the GradScalerKwargs, if they were given: in FP16, as a GradScaler."""
-        if self.scaler_handler is None:
-            return {}
-        told = self.scaler_handler.to_kwargs()
-        scale = LossScale.dynamic(**told) if told.pop("enabled", True) else LossScale.none()
-        scale.fp16_only = True
-        return {"loss_scale": scale}
 
     def _save_scales(self, models: list[nn.Module], _weights: Any, folder: str) -> None:
         if scales := scales_in(models):

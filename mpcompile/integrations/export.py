@@ -9,6 +9,7 @@ time it checks what the passes made: a program that doesn't fit its inputs is an
 
 from __future__ import annotations
 
+import operator
 import os
 import warnings
 from collections.abc import Sequence
@@ -32,10 +33,9 @@ from ..runtime.records import settings_like, studied
 from ..settings import Settings
 from ..torch_inside.names import FakeTensor, TracingContext, tracing
 
-__all__ = ["finalize"]
-
 # Export's note after each cast of what it found there; the passes may decide otherwise.
 _SAYS_DTYPE = aten._assert_tensor_metadata.default
+_CHECKS_INPUTS = "call_module"  # torch's check that the inputs are such as were exported
 _LOW = "_low"  # after the name of a weight that is read in FP32 as well
 
 
@@ -114,8 +114,7 @@ def _rewrite(module: fx.GraphModule, settings: Settings) -> None:
         raise MPCompileError(f"finalize: {type(module).__name__} can't be rewritten: {planned}")
     for complaint in matched_nothing(settings, [planned.plan]):
         warnings.warn(f"mpcompile: {complaint}", MPCompileWarning, stacklevel=3)
-    _use_torchs_copies(planned.graph)
-    _check_is_torchs_own(planned.graph)
+    _use_torchs_own(planned.graph)
     _put_back(module, planned, read, target.low)
 
 
@@ -130,7 +129,7 @@ def _lifted(module: fx.GraphModule) -> tuple[fx.GraphModule, list[str], list[Any
     tensors = {
         node: value
         for node in module.graph.find_nodes(op="get_attr")
-        if isinstance(value := _attribute(module, node.target), torch.Tensor)
+        if isinstance(value := ir.attribute(module, node), torch.Tensor)
     }
     inputs: list[Any] = []
     for node in (*tensors, *module.graph.find_nodes(op="placeholder")):
@@ -140,36 +139,24 @@ def _lifted(module: fx.GraphModule) -> tuple[fx.GraphModule, list[str], list[Any
         is_weight = isinstance(tensors.get(node), nn.Parameter)
         inputs.append(nn.Parameter(fake, fake.requires_grad) if is_weight else fake)
     for node in module.graph.nodes:
-        if node not in new and not _checks_inputs(node) and node.target is not _SAYS_DTYPE:
+        if node not in new and node.op != _CHECKS_INPUTS and node.target is not _SAYS_DTYPE:
             new[node] = graph.node_copy(node, new.__getitem__)
             new[node].meta["example_value"] = node.meta.get("val")
     return fx.GraphModule(module, graph), [str(node.target) for node in tensors], inputs
 
 
-def _checks_inputs(node: fx.Node) -> bool:
-    """Whether it is the call of torch's check that the inputs are such as were exported."""
-    return node.op == "call_module"
-
-
-def _attribute(module: nn.Module, name: str) -> Any:
-    parent, _, leaf = name.rpartition(".")
-    return getattr(module.get_submodule(parent), leaf)
-
-
-def _use_torchs_copies(gm: fx.GraphModule) -> None:
+def _use_torchs_own(gm: fx.GraphModule) -> None:
     """Copy by torch's operator what `keep_compared` puts into memory. Run operator by operator that
     is the same; a compiler may compute across such a copy, as across any.
+
+    Raises:
+        MPCompileError: another operator is mpcompile's own.
     """
     for part in gm.modules():
         for node in part.graph.nodes if isinstance(part, fx.GraphModule) else ():
             if ir.role(node) is ir.Role.KEPT:
-                node.target = ir.aten.clone.default
-
-
-def _check_is_torchs_own(gm: fx.GraphModule) -> None:
-    for part in gm.modules():
-        for node in part.graph.nodes if isinstance(part, fx.GraphModule) else ():
-            if ir.is_op(node) and ir.op_name(node).startswith("mpcompile::"):
+                node.target = aten.clone.default
+            elif ir.is_op(node) and ir.op_name(node).startswith("mpcompile::"):
                 raise MPCompileError(
                     f"finalize: {ir.op_name(node)} is an operator of mpcompile's, and the program "
                     "is to run without it"
@@ -182,7 +169,7 @@ def _put_back(
     """Make the rewritten graph that of the exported module, whose arguments and checks stay."""
     graph, rewritten = module.graph, planned.graph.graph
     output, arguments = graph.output_node(), graph.find_nodes(op="placeholder")
-    before = [n for n in graph.nodes if n not in (*arguments, output) and not _checks_inputs(n)]
+    before = [n for n in graph.nodes if n not in (*arguments, output) and n.op != _CHECKS_INPUTS]
     weights = _own_weights(module, planned, read, low)
     new: dict[fx.Node, fx.Node] = {}
     with graph.inserting_before(output):
@@ -190,7 +177,7 @@ def _put_back(
             is_argument = k not in weights
             new[node] = arguments[k - len(read)] if is_argument else graph.get_attr(weights[k])
         for node in rewritten.find_nodes(op="get_attr"):  # the body of a `cond`, say
-            setattr(module, str(node.target), _attribute(planned.graph, str(node.target)))
+            setattr(module, str(node.target), ir.attribute(planned.graph, node))
         output.args = (graph.graph_copy(rewritten, new),)
     for node in reversed(before):
         graph.erase_node(node)
@@ -223,7 +210,7 @@ def _own_weights(
         for name, value in module.state_dict(keep_vars=True).items()
         if name not in read
     ]
-    values = {k: _attribute(module, read[copies.get(k, k)]) for k in names}
+    values = {k: operator.attrgetter(read[copies.get(k, k)])(module) for k in names}
     for k, name in names.items():
         _set(module, name, own(values[k], low if k in copies else values[k].dtype))
     for name, value in others:  # another name of a tied weight, or what nothing reads

@@ -65,7 +65,23 @@ class MPCompileMixin:
         Raises:
             MPCompileError: see the class.
         """
-        _check(self.args)
+        if self.args.torch_compile:
+            raise MPCompileError(
+                "TrainingArguments(torch_compile=True): mpcompile compiles the model; leave it "
+                'out, and pass mode, dynamic and the like in mpcompile={"mode": ...}'
+            )
+        if self.args.fp16_full_eval or self.args.bf16_full_eval:
+            raise MPCompileError(
+                "TrainingArguments(fp16_full_eval or bf16_full_eval) casts the FP32 parameters of "
+                "the model in place; leave it out: a compiled model evaluates in the low dtype "
+                "anyway"
+            )
+        if self.args.n_gpu > 1:
+            raise MPCompileError(
+                f"the Trainer would wrap the model in nn.DataParallel over {self.args.n_gpu} GPUs, "
+                "whose replicas can't run what is compiled; start one process for each GPU: "
+                f"torchrun --nproc_per_node={self.args.n_gpu}"
+            )
         told = self.args.mixed_precision
         options = options_for(told, self._mp_given)
         self.args.mixed_precision = "no"
@@ -89,30 +105,6 @@ class MPCompileMixin:
         super()._load_scaler(checkpoint)  # type: ignore[misc]
         if checkpoint is not None:
             load_scales([self.model], checkpoint)
-
-
-def _check(args: Any) -> None:
-    """Refuse TrainingArguments that can't be followed.
-
-    Raises:
-        MPCompileError: says what to change.
-    """
-    if args.torch_compile:
-        raise MPCompileError(
-            "TrainingArguments(torch_compile=True): mpcompile compiles the model; leave it out, "
-            'and pass mode, dynamic and the like in mpcompile={"mode": ...}'
-        )
-    if args.fp16_full_eval or args.bf16_full_eval:
-        raise MPCompileError(
-            "TrainingArguments(fp16_full_eval or bf16_full_eval) casts the FP32 parameters of the "
-            "model in place; leave it out: a compiled model evaluates in the low dtype anyway"
-        )
-    if args.n_gpu > 1:
-        raise MPCompileError(
-            f"the Trainer would wrap the model in nn.DataParallel over {args.n_gpu} GPUs, whose "
-            "replicas can't run what is compiled; start one process for each GPU: torchrun "
-            f"--nproc_per_node={args.n_gpu}"
-        )
 
 
 class MPCompileTrainer(MPCompileMixin, Trainer):

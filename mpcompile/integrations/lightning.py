@@ -6,8 +6,6 @@ from lightning.pytorch.plugins.precision import Precision
 
 from .lightning_precision import CompiledPrecision
 
-__all__ = ["MPCompilePrecision"]
-
 
 class MPCompilePrecision(CompiledPrecision, Precision):
     """Train a LightningModule in mixed precision: compile its steps, with the loss in the graph.

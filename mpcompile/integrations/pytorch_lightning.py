@@ -6,8 +6,6 @@ from pytorch_lightning.plugins.precision import Precision
 
 from .lightning_precision import CompiledPrecision
 
-__all__ = ["MPCompilePrecision"]
-
 
 class MPCompilePrecision(CompiledPrecision, Precision):
     """As `mpcompile.integrations.lightning.MPCompilePrecision`."""

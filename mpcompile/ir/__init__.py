@@ -64,6 +64,7 @@ from .marks import (
     set_regions,
     set_stored_low,
     stands_for,
+    unadded,
 )
 from .memory import memory, shares_memory, storage, storage_now, written
 from .pins import pin_producers
@@ -232,6 +233,7 @@ __all__ = [
     "tensor",
     "tensors_of",
     "type_text",
+    "unadded",
     "value",
     "was_f32",
     "writes",

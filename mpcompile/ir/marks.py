@@ -229,6 +229,13 @@ def is_cast(node: fx.Node) -> bool:
     return node.target is aten.to.dtype and role(node) is Role.CAST
 
 
+def unadded(node: fx.Node) -> fx.Node:
+    """The node of the program whose value this is, before the casts, pads and scaling of ours."""
+    while role(node) in ADDED and node.all_input_nodes:
+        node = node.all_input_nodes[0]
+    return node
+
+
 def copies_for_overlap(node: fx.Node) -> bool:
     """Whether the node, after any loss scaling, copies a result that overlaps (copy_overlaps)."""
     while role(node) is Role.SCALE:

@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import fx
 
+from .. import ir
 from ..ir.dtypes import HALF
 from ..ir.scale import INIT_SCALE
 from .fault import NEAR, Fault, FaultKind, GraphRuns, dtype_of, low_name, text
 from .record import BackwardStep
-from .watch import source_of_value
 
 # A gradient of which this share of the elements is lost, and that is off by as much, is a fault.
 LOST = 0.5
@@ -31,7 +31,7 @@ def overflow(case: GraphRuns) -> Fault | None:
         if not _overflows(step):
             continue
         n = case.nodes[step.node]
-        value = source_of_value(n)
+        value = ir.unadded(n)
         if step.node in own or value.name in own:
             reason = (
                 f"its backward ({step.name}) makes gradients that are not finite, and does so in "
@@ -47,7 +47,7 @@ def _overflows(step: BackwardStep) -> bool:
 
 
 def _overflowed(case: GraphRuns, n: fx.Node, step: BackwardStep) -> Fault:
-    value = source_of_value(n)
+    value = ir.unadded(n)
     if value is n:
         return _overflowed_inside(case, n, step)
     amax, name = case.gradient_amax(value.name), low_name(value)
@@ -63,7 +63,7 @@ def _overflowed(case: GraphRuns, n: fx.Node, step: BackwardStep) -> Fault:
 
 def _overflowed_inside(case: GraphRuns, n: fx.Node, step: BackwardStep) -> Fault:
     """Of an operator that computes in a low dtype, and whose backward leaves its range."""
-    read = {source_of_value(x).name for x in n.all_input_nodes}
+    read = {ir.unadded(x).name for x in n.all_input_nodes}
     sizes = {name: case.gradient_amax(name) for name in read}
     amax = max((size for size in sizes.values() if size < float("inf")), default=float("inf"))
     reason = f"its backward ({step.name}) makes gradients that are not finite"
@@ -111,7 +111,7 @@ def _steep(case: GraphRuns, limit: float | None = None) -> list[fx.Node]:
     for n in case.graph.nodes:
         if dtype_of(n) in HALF:
             end = NEAR * torch.finfo(dtype_of(n)).max if limit is None else limit
-            if end < case.gradient_amax(source_of_value(n).name) < float("inf"):
+            if end < case.gradient_amax(ir.unadded(n).name) < float("inf"):
                 found.append(n)
     return found
 
@@ -119,7 +119,7 @@ def _steep(case: GraphRuns, limit: float | None = None) -> list[fx.Node]:
 def _too_steep(case: GraphRuns, limit: float | None = None) -> Iterator[str]:
     """What must be in FP32 so that no gradient above the limit is in a low dtype."""
     for n in _steep(case, limit):
-        yield from _around(case, source_of_value(n), n)
+        yield from _around(case, ir.unadded(n), n)
 
 
 def underflow(case: GraphRuns) -> Iterator[Fault]:
@@ -132,7 +132,7 @@ def underflow(case: GraphRuns) -> Iterator[Fault]:
 
 def _is_lost(case: GraphRuns, n: fx.Node) -> bool:
     low, full = case.low, case.full
-    own = full.gradient_errors.get(source_of_value(n).name, 0.0) if full is not None else 0.0
+    own = full.gradient_errors.get(ir.unadded(n).name, 0.0) if full is not None else 0.0
     error = low.gradient_errors.get(n.name, 0.0)
     # Where large terms cancel, roundings alone make an error, larger than FP32's by the ratio of
     # the units.
@@ -142,20 +142,15 @@ def _is_lost(case: GraphRuns, n: fx.Node) -> bool:
 
 def _matters(case: GraphRuns, n: fx.Node) -> bool:
     """Whether the gradient of an input of the graph is off because of it."""
-    above, queue = set(), [n]
-    while queue:
-        for operand in queue.pop().all_input_nodes:
-            if operand not in above:
-                above.add(operand)
-                queue.append(operand)
-    leaving = [x for x in above if source_of_value(x).op == "placeholder"]
+    above = ir.all_before(n.all_input_nodes)
+    leaving = [x.name for x in above if ir.unadded(x).op == "placeholder"]
     errors = case.low.gradient_errors
-    known = [errors[x.name] for x in leaving if x.name in errors]
+    known = [errors[name] for name in leaving if name in errors]
     return not known or max(known) >= LOST
 
 
 def _lost(case: GraphRuns, n: fx.Node) -> Fault:
-    value, scale, low = source_of_value(n), case.scale, low_name(n)
+    value, scale, low = ir.unadded(n), case.scale, low_name(n)
     amax, lost = case.gradient_amax(value.name), case.low.lost[n.name]
     info = torch.finfo(getattr(torch, low))
     at = f" at a loss scale of {scale:g}" if scale != 1 else ""
@@ -164,8 +159,8 @@ def _lost(case: GraphRuns, n: fx.Node) -> Fault:
     if steep and amax * INIT_SCALE > info.smallest_normal:
         # Without the steep gradients, the scale would be high enough for this one.
         limit = info.max * amax / info.smallest_normal
-        first = max(steep, key=lambda x: case.gradient_amax(source_of_value(x).name))
-        source = source_of_value(first)
+        first = max(steep, key=lambda x: case.gradient_amax(ir.unadded(x).name))
+        source = ir.unadded(first)
         size = case.gradient_amax(source.name)
         made = _origin(case, source, first, lambda g: g > limit)
         reason = (

@@ -17,7 +17,6 @@ from .. import ir
 from ..ir.dtypes import HALF
 from ..plans.graph_plan import GraphPlan, PlanNode
 from .record import BackwardStep, Numbers, Record
-from .watch import source_of_value
 
 _UNKNOWN = Numbers(amax=float("inf"))
 
@@ -102,17 +101,14 @@ class GraphRuns:
 
     def amax(self, name: str) -> float:
         """The largest magnitude of a value in FP64, else in FP32; infinity if neither is known."""
-        return self._known("values", name).amax
-
-    def amin(self, name: str) -> float:
-        """The same of the smallest magnitude above zero."""
-        return self._known("values", name).amin
+        return self.known("values", name).amax
 
     def gradient_amax(self, name: str) -> float:
         """The same of the gradient of a value, without the loss scale."""
-        return self._known("gradients", name).amax
+        return self.known("gradients", name).amax
 
-    def _known(self, what: str, name: str) -> Numbers:
+    def known(self, what: str, name: str) -> Numbers:
+        """The numbers of one of the "values" or "gradients" there."""
         found = [getattr(r, what) for r in (self.exact, self.full) if r is not None]
         return next((of[name] for of in found if name in of), _UNKNOWN)
 
@@ -129,12 +125,9 @@ class GraphRuns:
         return any(
             step.passed_on.bad
             for name, steps in self.steps.items()
-            if any(source_of_value(x).op == "placeholder" for x in self._reads(name))
+            if any(ir.unadded(x).op == "placeholder" for x in self.nodes[name].all_input_nodes)
             for step in steps
         )
-
-    def _reads(self, name: str) -> list[fx.Node]:
-        return [x for x in self.nodes[name].all_input_nodes if x.op != "get_attr"]
 
     def excess(self, n: fx.Node) -> int | None:
         """How many more elements of a value are not finite than in FP32; None if FP32's are not
@@ -142,7 +135,7 @@ class GraphRuns:
         """
         while ir.is_getitem(n):
             n = n.all_input_nodes[0]
-        wanted = self.full.values.get(source_of_value(n).name) if self.full is not None else None
+        wanted = self.full.values.get(ir.unadded(n).name) if self.full is not None else None
         return None if wanted is None else self.value(n).bad - wanted.bad
 
     def is_program(self, n: fx.Node) -> bool:
@@ -179,15 +172,13 @@ class GraphRuns:
         """A fault at a node; inside of a user's backward, if the step says at which line. Of the
         pins, those count that are operators of the program.
         """
-        frames = step.frames if step is not None and step.frames else None
-        line = self.lines.get(n.name)
-        line = line or PlanNode(
+        line = self.lines.get(n.name) or PlanNode(
             n.name, ir.op_name(n), ir.module_path(n), ir.source(n), "", "", "", "", "",
             frames=ir.frames(n),
         )  # fmt: skip
-        if frames:
-            source = frames[-1].partition(" in ")[0]
-            line = dataclasses.replace(line, source=source, frames=frames)
+        if step is not None and step.frames:
+            source = step.frames[-1].partition(" in ")[0]
+            line = dataclasses.replace(line, source=source, frames=step.frames)
         own = [name for name in pins if name in self.nodes and self.is_program(self.nodes[name])]
         return Fault(kind, line, reason, amax, tuple(dict.fromkeys(own)))
 

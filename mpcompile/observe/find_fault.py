@@ -25,7 +25,6 @@ from ..torch_inside.names import pytree
 from . import backward_faults
 from .fault import NEAR, Fault, FaultKind, GraphRuns, dtype_of, low_name, text
 from .record import Numbers
-from .watch import source_of_value
 
 
 def find(case: GraphRuns) -> list[Fault]:
@@ -60,7 +59,7 @@ def _overflow(case: GraphRuns) -> Fault | None:
 
 
 def _overflowed(case: GraphRuns, n: fx.Node) -> Fault:
-    source = source_of_value(n)
+    source = ir.unadded(n)
     amax, low = case.amax(source.name), dtype_of(n)
     end = torch.finfo(low).max
     read_by = case.readers(n)
@@ -78,7 +77,7 @@ def _overflowed(case: GraphRuns, n: fx.Node) -> Fault:
     elif amax > end:
         reason = f"its result, up to {text(amax)}, doesn't fit {name}, which ends at {end:g}"
     elif flushed := _flushed_operand(case, n):
-        least = text(case.amin(flushed.name))
+        least = text(case.known("values", flushed.name).amin)
         reason = (
             f"it reads zeros, where {flushed.name} underflowed in {low_name(flushed)}: the "
             f"smallest value there is {least}"
@@ -95,7 +94,7 @@ def _overflowed(case: GraphRuns, n: fx.Node) -> Fault:
 def _flushed_operand(case: GraphRuns, n: fx.Node) -> fx.Node | None:
     """An operand with more zeros than in FP32."""
     for operand in n.all_input_nodes:
-        source = source_of_value(operand)
+        source = ir.unadded(operand)
         full = case.full.values.get(source.name) if case.full else None
         if full is not None and case.value(operand).zeros > full.zeros:
             return source
@@ -109,7 +108,7 @@ def _too_large(case: GraphRuns) -> Iterator[str]:
             continue
         low = [x for x in (n, *n.all_input_nodes) if dtype_of(x) in HALF]
         end = NEAR * torch.finfo(dtype_of(low[0])).max if low else 0.0
-        if any(end < case.amax(source_of_value(x).name) < float("inf") for x in low):
+        if any(end < case.amax(ir.unadded(x).name) < float("inf") for x in low):
             yield n.name
 
 
@@ -117,7 +116,7 @@ def _own(case: GraphRuns) -> Fault | None:
     """The first value that FP32 is known to make infinite or NaN as well, if that does harm."""
     if case.full is None:
         return None
-    results = [x for x in pytree.tree_leaves(case.graph.output_node().args) if _is_node(x)]
+    results = case.graph.output_node().all_input_nodes
     loss = case.loss
     harm = any(case.value(x).nans for x in results)
     harm |= any(case.value(x).bad and _is_hurt(case, x, loss) for x in results)
@@ -168,10 +167,6 @@ def _is_intended(n: fx.Node) -> bool:
     return any(isinf(x) or isnan(x) for x in numbers) or ir.is_constant(n)
 
 
-def _is_node(x: object) -> bool:
-    return isinstance(x, fx.Node)
-
-
 def _inaccurate(case: GraphRuns) -> Iterator[Fault]:
     """The values that are far off, though what they were computed from is not."""
     errors = case.low.errors
@@ -197,7 +192,7 @@ def _inaccurate(case: GraphRuns) -> Iterator[Fault]:
 
 def _rounded_away(case: GraphRuns, n: fx.Node, error: float) -> Fault:
     """Of a cast: the values are too small for the dtype that a reader wants."""
-    value = source_of_value(n)
+    value = ir.unadded(n)
     read_by = case.readers(n)
     amax, name = case.amax(value.name), low_name(n)
     reason = f"its result, up to {text(amax)}, is off by {error:.0%} once rounded to {name}"
@@ -216,6 +211,6 @@ def _rounded(n: fx.Node) -> Iterator[fx.Node]:
                 continue
             seen.add(operand)
             if dtype_of(operand) in HALF:
-                yield source_of_value(operand)
+                yield ir.unadded(operand)
             else:
                 queue.append(operand)

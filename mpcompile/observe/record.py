@@ -34,10 +34,7 @@ class Numbers:
     @classmethod
     def of(cls, value: object) -> Numbers:
         """Read them off the floating-point tensors in a value; waits for the device once each."""
-        found = cls()
-        for tensor in floats_of(value):
-            found += cls._of_tensor(tensor)
-        return found
+        return sum(map(cls._of_tensor, floats_of(value)), cls())
 
     @classmethod
     def _of_tensor(cls, tensor: torch.Tensor) -> Numbers:

@@ -186,8 +186,8 @@ class Exact(Keeping):
             for x, y, written in zip(args, wide, before, strict=True):
                 if y is not x and version(y) != written:
                     x.copy_(y)
-        dtypes = _captured_results(self.module)
-        return [_narrowed(x, dtype) for x, dtype in zip(results, dtypes, strict=True)]
+        captured: Any = self.graph.output_node().args[0]
+        return [_narrowed(x, of) for x, of in zip(results, captured, strict=True)]
 
     def dtype_of(self, n: fx.Node) -> torch.dtype:
         return torch.float64
@@ -227,15 +227,10 @@ def _between(made: set[GradFn], known: set[GradFn]) -> Iterator[GradFn]:
         queue += [parent for parent, _ in step.next_functions]
 
 
-def _captured_results(gm: Any) -> Iterator[torch.dtype | None]:
-    (results,) = gm.graph.output_node().args
-    for result in results:
-        value = ir.tensor(result) if isinstance(result, fx.Node) else None
-        yield None if value is None else value.dtype
-
-
-def _narrowed(result: Any, dtype: torch.dtype | None) -> Any:
-    return result.to(dtype) if isinstance(result, torch.Tensor) and dtype else result
+def _narrowed(result: Any, of: object) -> Any:
+    """A result in the dtype that its node has in the FP32 program."""
+    value = ir.tensor(of) if isinstance(of, fx.Node) else None
+    return result if value is None else result.to(value.dtype)
 
 
 def _is_float(value: Any) -> bool:
@@ -315,7 +310,7 @@ class Comparing(Observer):
 
     def saw(self, n: fx.Node, result: Any) -> None:
         super().saw(n, result)
-        found, wanted = floats_of(result), self.exact.exact.get(source_of_value(n).name)
+        found, wanted = floats_of(result), self.exact.exact.get(ir.unadded(n).name)
         if not found or not wanted or [x.shape for x in found] != [x.shape for x in wanted]:
             return
         self.record.errors[n.name] = relative_error(found, wanted)
@@ -324,7 +319,7 @@ class Comparing(Observer):
 
     def saw_gradient(self, n: fx.Node, number: int, gradient: torch.Tensor) -> None:
         super().saw_gradient(n, number, gradient)
-        wanted = self.exact.exact_gradients.get((source_of_value(n).name, number))
+        wanted = self.exact.exact_gradients.get((ir.unadded(n).name, number))
         if wanted is None or wanted.shape != gradient.shape or gradient.is_sparse:
             return
         if not _is_whole(n):
@@ -338,13 +333,6 @@ class Comparing(Observer):
             nonzero = wanted != 0
             if total := int(nonzero.sum()):
                 self.record.lost[name] = int(((gradient == 0) & nonzero).sum()) / total
-
-
-def source_of_value(n: fx.Node) -> fx.Node:
-    """The node of the program whose value this is, before the casts and scaling of ours."""
-    while ir.role(n) in ir.ADDED and n.all_input_nodes:
-        n = n.all_input_nodes[0]
-    return n
 
 
 def _is_whole(n: fx.Node) -> bool:

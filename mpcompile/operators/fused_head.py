@@ -80,20 +80,39 @@ _define(
 
 
 @dataclass(frozen=True)
-class _Loss:
-    """The arguments of a cross entropy, and the weights of its rows and classes.
+class _Head:
+    """The arguments of the operators, in their order; and what the two passes make of them."""
 
-    Attributes:
-        wide: the dtype to compute in.
-    """
-
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None
     target: Tensor
     class_weight: Tensor | None
     reduction: int
     ignore_index: int
     smoothing: float
-    classes: int
-    wide: torch.dtype
+    chunk: int | None
+
+    def check_shapes(self) -> None:
+        x, weight, target = self.x, self.weight, self.target
+        check(x.dim() == weight.dim() == 2, lambda: "x and weight must be matrices")
+        check(x.dtype == weight.dtype, lambda: f"x is {x.dtype}, weight {weight.dtype}")
+        check(target.dtype == torch.int64, lambda: f"target must be int64, not {target.dtype}")
+        check(x.shape[0] == target.shape[0], lambda: "x and target differ in their rows")
+        check(x.shape[1] == weight.shape[1], lambda: "x and weight differ in their columns")
+
+    @property
+    def wide(self) -> torch.dtype:
+        """The dtype to compute in."""
+        return torch.float64 if self.x.dtype is torch.float64 else torch.float32
+
+    @property
+    def classes(self) -> int:
+        return self.weight.shape[0]
+
+    @property
+    def rows_at_once(self) -> int:
+        return self.chunk or rows_per_chunk(self.x.shape[0], self.classes, self.x.device)
 
     @functools.cached_property
     def ignored(self) -> Tensor:
@@ -107,10 +126,9 @@ class _Loss:
     @functools.cached_property
     def row_weights(self) -> Tensor:
         """(N,): the weight of each row's class, 0 for ignored rows."""
-        if self.class_weight is None:
+        if self.class_weights is None:
             return self.ignored.logical_not().to(self.wide)
-        weights = self.class_weight.to(self.wide)[self.column.squeeze(1)]
-        return weights.masked_fill(self.ignored, 0)
+        return self.class_weights[self.column.squeeze(1)].masked_fill(self.ignored, 0)
 
     @functools.cached_property
     def class_weights(self) -> Tensor | None:
@@ -138,98 +156,83 @@ class _Loss:
             grad = grad / self.row_weights.sum()
         return grad.expand(self.target.shape).masked_fill(self.ignored, 0)
 
+    def chunks(self) -> Iterator[tuple[slice, Tensor, Tensor]]:
+        """(rows, their logits in the wide dtype, the buffer of the product) for each chunk.
 
-def _chunks(
-    x: Tensor, weight: Tensor, bias: Tensor | None, chunk: int
-) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """(rows, their logits in the wide dtype, the buffer of the product) for each chunk.
+        All chunks use the same two buffers, which are the same buffer if x has the wide dtype.
+        """
+        x, most = self.x, self.rows_at_once
+        product = x.new_empty(min(most, x.shape[0]), self.classes)
+        logits = product if x.dtype is self.wide else x.new_empty(product.shape, dtype=self.wide)
+        for start in range(0, x.shape[0], most):
+            rows = slice(start, min(start + most, x.shape[0]))
+            count = rows.stop - start
+            torch.mm(x[rows], self.weight.t(), out=product[:count])
+            if logits is not product:
+                logits[:count].copy_(product[:count])
+            if self.bias is not None:
+                logits[:count].add_(self.bias)
+            yield rows, logits[:count], product[:count]
 
-    All chunks use the same two buffers, which are the same buffer if x has the wide dtype.
-    """
-    size = (min(chunk, x.shape[0]), weight.shape[0])
-    product = x.new_empty(size)
-    logits = product if x.dtype is _wide(x) else x.new_empty(size, dtype=_wide(x))
-    for start in range(0, x.shape[0], chunk):
-        rows = slice(start, min(start + chunk, x.shape[0]))
-        count = rows.stop - start
-        torch.mm(x[rows], weight.t(), out=product[:count])
-        if logits is not product:
-            logits[:count].copy_(product[:count])
-        if bias is not None:
-            logits[:count].add_(bias)
-        yield rows, logits[:count], product[:count]
-
-
-def _check(x: Tensor, weight: Tensor, target: Tensor) -> None:
-    check(x.dim() == weight.dim() == 2, lambda: "x and weight must be matrices")
-    check(x.dtype == weight.dtype, lambda: f"x is {x.dtype}, weight {weight.dtype}")
-    check(target.dtype == torch.int64, lambda: f"target must be int64, not {target.dtype}")
-    check(x.shape[0] == target.shape[0], lambda: "x and target differ in their rows")
-    check(x.shape[1] == weight.shape[1], lambda: "x and weight differ in their columns")
-
-
-def _wide(x: Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype is torch.float64 else torch.float32
+    def gradients(self, wanted: Sequence[bool]) -> tuple[Tensor, Tensor, Tensor]:
+        """Zeros for those that are wanted, of x, weight and bias; empty tensors for the others."""
+        made = [
+            self.x.new_zeros(value.shape, dtype=value.dtype)
+            if value is not None and want
+            else self.x.new_zeros(0)
+            for value, want in zip((self.x, self.weight, self.bias), wanted, strict=True)
+        ]
+        return made[0], made[1], made[2]
 
 
-def _forward(
-    x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, class_weight: Tensor | None,
-    reduction: int, ignore_index: int, label_smoothing: float, chunk: int | None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    _check(x, weight, target)
-    settings = (target, class_weight, reduction, ignore_index, label_smoothing)
-    loss = _Loss(*settings, classes=weight.shape[0], wide=_wide(x))
-    chunk = chunk or rows_per_chunk(x.shape[0], weight.shape[0], x.device)
-    lse, at_class, at_all = x.new_empty(3, x.shape[0], dtype=loss.wide).unbind()
-    for rows, z, _ in _chunks(x, weight, bias, chunk):
+def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
+    head = _Head(*arguments)
+    head.check_shapes()
+    lse, at_class, at_all = head.x.new_empty(3, head.x.shape[0], dtype=head.wide).unbind()
+    for rows, z, _ in head.chunks():
         # What log_softmax computes, but in place.
         largest = z.amax(1, keepdim=True)
         z.sub_(largest)
-        at_class[rows] = z.gather(1, loss.column[rows]).squeeze(1)
-        if label_smoothing:
-            at_all[rows] = z.sum(1) if loss.class_weights is None else z @ loss.class_weights
+        at_class[rows] = z.gather(1, head.column[rows]).squeeze(1)
+        if head.smoothing:
+            at_all[rows] = z.sum(1) if head.class_weights is None else z @ head.class_weights
         sums = z.exp_().sum(1).log_()
         lse[rows] = sums
         at_class[rows] -= sums
-        if label_smoothing:
-            at_all[rows] -= sums * loss.weight_of_all
+        if head.smoothing:
+            at_all[rows] -= sums * head.weight_of_all
         lse[rows] += largest.squeeze(1)
-    losses = -at_class * loss.row_weights
-    if label_smoothing:
-        losses = (1 - label_smoothing) * losses - loss.spread * at_all
-    return loss.reduce(losses.masked_fill_(loss.ignored, 0)), lse.clone()
+    losses = -at_class * head.row_weights
+    if head.smoothing:
+        losses = (1 - head.smoothing) * losses - head.spread * at_all
+    return head.reduce(losses.masked_fill_(head.ignored, 0)), lse.clone()
 
 
-def _backward(
-    grad: Tensor,
-    x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, class_weight: Tensor | None,
-    reduction: int, ignore_index: int, label_smoothing: float, chunk: int | None,
-    lse: Tensor, wanted: Sequence[bool],
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    settings = (target, class_weight, reduction, ignore_index, label_smoothing)
-    loss = _Loss(*settings, classes=weight.shape[0], wide=_wide(x))
-    chunk = chunk or rows_per_chunk(x.shape[0], weight.shape[0], x.device)
-    grads = loss.row_gradients(grad)
-    at_class = grads * loss.row_weights * (1 - label_smoothing)
-    at_all = at_class + grads * (loss.spread * loss.weight_of_all)
-    x_grad, weight_grad, bias_grad = _gradients(x, weight, bias, wanted)
-    several = x.shape[0] > chunk
-    weight_sum = torch.zeros_like(weight_grad, dtype=loss.wide) if several else weight_grad
-    bias_sum = torch.zeros_like(bias_grad, dtype=loss.wide)
-    for rows, z, low in _chunks(x, weight, bias, chunk):
+def _backward(grad: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    *given, lse, wanted = arguments
+    head = _Head(*given)
+    x = head.x
+    grads = head.row_gradients(grad)
+    at_class = grads * head.row_weights * (1 - head.smoothing)
+    at_all = at_class + grads * (head.spread * head.weight_of_all)
+    x_grad, weight_grad, bias_grad = head.gradients(wanted)
+    several = x.shape[0] > head.rows_at_once
+    weight_sum = torch.zeros_like(weight_grad, dtype=head.wide) if several else weight_grad
+    bias_sum = torch.zeros_like(bias_grad, dtype=head.wide)
+    for rows, z, low in head.chunks():
         z.sub_(lse[rows].unsqueeze(1)).exp_().mul_(at_all[rows].unsqueeze(1))
-        if label_smoothing and loss.class_weights is not None:
-            z.addr_(grads[rows], loss.class_weights, alpha=-loss.spread)
-        elif label_smoothing:
-            z.sub_(grads[rows].unsqueeze(1), alpha=loss.spread)
-        column = loss.column[rows]
+        if head.smoothing and head.class_weights is not None:
+            z.addr_(grads[rows], head.class_weights, alpha=-head.spread)
+        elif head.smoothing:
+            z.sub_(grads[rows].unsqueeze(1), alpha=head.spread)
+        column = head.column[rows]
         z.scatter_(1, column, z.gather(1, column) - at_class[rows].unsqueeze(1))
         if wanted[2]:
             bias_sum += z.sum(0)
         if low is not z:
             low.copy_(z)  # the only rounding; z already holds the loss scale
         if wanted[0]:
-            torch.mm(low, weight, out=x_grad[rows])
+            torch.mm(low, head.weight, out=x_grad[rows])
         if wanted[1] and several:
             weight_sum += low.t() @ x[rows]
         elif wanted[1]:
@@ -239,32 +242,16 @@ def _backward(
     return x_grad, weight_grad, bias_grad.copy_(bias_sum)
 
 
-def _gradients(
-    x: Tensor, weight: Tensor, bias: Tensor | None, wanted: Sequence[bool]
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Zeros for the gradients that are wanted; empty tensors for the others."""
-    made = [
-        x.new_zeros(value.shape, dtype=value.dtype)
-        if value is not None and want
-        else x.new_zeros(0)
-        for value, want in zip((x, weight, bias), wanted, strict=True)
-    ]
-    return made[0], made[1], made[2]
+def _fake_forward(*arguments: Any) -> tuple[Tensor, Tensor]:
+    head = _Head(*arguments)
+    head.check_shapes()
+    lse = head.x.new_empty(head.x.shape[0], dtype=head.wide)
+    return lse.new_empty(head.x.shape[:1] if head.reduction == NONE else ()), lse
 
 
-def _fake_forward(
-    x: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, class_weight: Tensor | None,
-    reduction: int, *rest: Any,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    _check(x, weight, target)
-    lse = x.new_empty(x.shape[0], dtype=_wide(x))
-    return lse.new_empty(x.shape[:1] if reduction == NONE else ()), lse
-
-
-def _fake_backward(
-    grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, *rest: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    return _gradients(x, weight, bias, wanted=rest[-1])
+def _fake_backward(grad: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    *given, _, wanted = arguments
+    return _Head(*given).gradients(wanted)
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

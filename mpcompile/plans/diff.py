@@ -94,15 +94,8 @@ def difference(first: PlanData, second: PlanData) -> PlanDiff:
         raise MPCompileError(f"a Plan is compared with a Plan, not with a {type(second).__name__}")
     pairs = itertools.zip_longest(first.graphs, second.graphs)
     nodes = [one for number, (a, b) in enumerate(pairs) for one in _nodes(number, a, b)]
-    return PlanDiff(_facts(first, second), tuple(nodes), _both(first, second, _counted))
-
-
-def _facts(first: PlanData, second: PlanData) -> dict[str, tuple[str, str]]:
-    facts = _both(first, second, _whole)
-    for number, pair in enumerate(itertools.zip_longest(first.graphs, second.graphs)):
-        a, b = map(_outline, pair)
-        facts[f"graph {number}"] = a, b
-    return {name: (a, b) for name, (a, b) in facts.items() if a != b}
+    facts = {name: (a, b) for name, (a, b) in _both(first, second, _whole).items() if a != b}
+    return PlanDiff(facts, tuple(nodes), _both(first, second, _counted))
 
 
 def _both(
@@ -121,13 +114,12 @@ def _whole(plan: PlanData) -> dict[str, str]:
         "GPU": plan.gpu.name if plan.gpu is not None else "-",
         **plan.versions,
         "repairs": "; ".join(plan.repairs),
+        **{f"graph {number}": _outline(graph) for number, graph in enumerate(plan.graphs)},
     }
 
 
-def _outline(graph: GraphData | None) -> str:
+def _outline(graph: GraphData) -> str:
     """What becomes of a graph as a whole."""
-    if graph is None:
-        return "-"
     if graph.left is not None:
         return f"left in FP32: {graph.left}"
     ends = f", ends with a graph break: {graph.ends_with}" if graph.ends_with else ""

@@ -20,7 +20,6 @@ the first with a number is the one that autograd recorded.
 
 from __future__ import annotations
 
-import dataclasses
 import operator
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -52,10 +51,6 @@ class Saved:
     dtype: torch.dtype
     bytes: int
     copied: bool
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
-        return {**dataclasses.asdict(self), "dtype": str(self.dtype).removeprefix("torch.")}
 
 
 @dataclass(frozen=True)
@@ -179,7 +174,8 @@ class Partitioned:
     def inner(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
         """Take a partitioned forward or backward; return a function that runs it op by op."""
         if kwargs.get("is_backward"):
-            found = tuple(self._described(n) for n in gm.graph.nodes if _computes(n))
+            calls = (n for n in gm.graph.nodes if n.op == "call_function")
+            found = tuple(self._described(n) for n in calls if not ir.is_getitem(n))
             self.backward = (*found, *self.backward)  # a later piece has the earlier backward
         return self._count(gm, example_inputs, **kwargs)
 
@@ -226,7 +222,3 @@ def _callers(gm: fx.GraphModule, names: Collection[str]) -> dict[int, str]:
             else:
                 found |= _callers(body, names)
     return found
-
-
-def _computes(node: fx.Node) -> bool:
-    return node.op == "call_function" and node.target is not operator.getitem

@@ -148,20 +148,6 @@ def verify(gm: fx.GraphModule, stage: str) -> None:
     spec.verify(gm, stage, [pass_.__name__ for pass_ in PASSES])
 
 
-def _run_one(pass_: Pass, gm: fx.GraphModule, config: Config) -> tuple[bool, float]:
-    """Run a pass and verify its promises. Returns whether it changed the graph, and its seconds."""
-    start = time.perf_counter()
-    changed = pass_(gm, config)
-    seconds = time.perf_counter() - start
-    verify(gm, pass_.__name__)
-    if changed:
-        logs.event(
-            "passes", logging.DEBUG, "pass", "%(name)s changed the graph, in %(seconds).3f s",
-            name=pass_.__name__, seconds=seconds, nodes=len(gm.graph.nodes),
-        )  # fmt: skip
-    return changed, seconds
-
-
 def run(
     gm: fx.GraphModule,
     config: Config,
@@ -189,17 +175,23 @@ def run(
     if record:
         record.stage("captured", gm, captured_in)
     before, as_captured = lines_of(gm.graph), _copied(gm)
-    flat: tuple[GraphPlan, fx.GraphModule] | None = None
     for pass_ in PASSES:
         if (name := pass_.__name__) in disabled:
             continue
-        if flat is None and pass_ in FOLDING:
-            flat = plan_of(gm.graph, config, before), _copied(gm)
-        has_changed, seconds[name] = _run_one(pass_, gm, config)
-        changed += [name] if has_changed else []
+        if pass_ is FOLDING[0]:
+            decided, rewritten = plan_of(gm.graph, config, before), _copied(gm)
+        start = time.perf_counter()
+        has_changed = pass_(gm, config)
+        seconds[name] = time.perf_counter() - start
+        verify(gm, name)
+        if has_changed:
+            changed.append(name)
+            logs.event(
+                "passes", logging.DEBUG, "pass", "%(name)s changed the graph, in %(seconds).3f s",
+                name=name, seconds=seconds[name], nodes=len(gm.graph.nodes),
+            )  # fmt: skip
         if record:
             record.stage(name, gm, seconds[name])
-    decided, rewritten = flat or (plan_of(gm.graph, config, before), _copied(gm))
     plan = replace(
         decided,
         seconds=seconds,

@@ -193,7 +193,9 @@ class GraphData:
             "share_before": self.tensor_cores.share_before,
             "share": self.tensor_cores.share,
         }
-        data["saved"] = [one.to_dict() for one in self.saved]
+        data["saved"] = [
+            {**one, "dtype": str(one["dtype"]).removeprefix("torch.")} for one in data["saved"]
+        ]
         data["dump_dir"] = str(self.dump_dir) if self.dump_dir else None
         return data
 

@@ -12,6 +12,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+import torch
+
 from ..devices.cuda import AbsentGPU
 from ..devices.gpus import GPU
 from ..devices.registry import capabilities
@@ -41,9 +43,9 @@ def runs_in(node: PlanNode, dtype: str) -> str:
     return {"LOW": low, "FULL": "FP32", "KEEP": "as is"}.get(node.precision, node.precision)
 
 
-def dtype_word(dtype: str) -> str:
+def dtype_word(dtype: str | torch.dtype) -> str:
     """`"bfloat16"` -> `"BF16"`."""
-    return dtype.replace("bfloat", "BF").replace("float", "FP")
+    return str(dtype).removeprefix("torch.").replace("bfloat", "BF").replace("float", "FP")
 
 
 def types(node: PlanNode) -> str:
@@ -97,9 +99,8 @@ def _why_fp32(products: Sequence[_Product]) -> Iterator[str]:
     for one in sorted(products, key=lambda one: -one.op.flops):
         reasons.setdefault(one.why, []).append(one)
     for why, alike in list(reasons.items())[:_LISTED]:
-        names = list(dict.fromkeys(one.place for one in alike))
-        more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
-        yield f"  in FP32: {', '.join(names[:_LISTED])}{more}: {why}"
+        places = list(dict.fromkeys(one.place for one in alike))
+        yield f"  in FP32: {shortened(places, most=_LISTED)}: {why}"
     if len(reasons) > _LISTED:
         yield f"  in FP32: {sum(map(len, list(reasons.values())[_LISTED:]))} for other reasons"
 
@@ -114,8 +115,9 @@ def _summary(graph: GraphData, *, units: bool) -> Iterator[Part]:
     own = {one.node.name for one in products}
     if products:
         yield _product_grid(products, graph.dtype, units=units)
-    others = [n for n in graph.nodes if n.name not in own and _is_decided(n)]
-    if others:
+    # those that compute in a precision which was chosen
+    decided = [n for n in graph.nodes if not n.is_added and n.precision in ("LOW", "FULL")]
+    if others := [n for n in decided if n.name not in own]:
         yield ""
         yield _other_grid(others, graph.dtype)
     if units:
@@ -153,51 +155,39 @@ def _products_of(graph: GraphData) -> Iterator[_Product]:
 
 def _product_grid(products: Iterable[_Product], dtype: str, *, units: bool) -> Grid:
     heads = ("products", "line", "runs in", "FLOPs", "sizes", "why")
-    rows = _Rows(heads if not units else (*heads[:3], "Tensor Cores", *heads[3:]))
+    rows = []
     for one in products:
         aligned = ("yes" if one.op.eligible else "no",) if units else ()
         note = one.op.reason if one.is_low and units else "" if one.is_low else one.why
         cells = (*aligned, scaled(one.op.flops, "FLOP", 1), one.op.sizes, note)
         what = one.node.source, runs_in(one.node, dtype)
-        rows.add(one.place, *what, *cells, style=style(one.node))
-    return rows.grid()
+        rows.append((one.place, (*what, *cells), style(one.node)))
+    return _grid(heads if not units else (*heads[:3], "Tensor Cores", *heads[3:]), rows)
 
 
 # -- other operators -------------------------------------------------------------------------------
 
 
-def _is_decided(node: PlanNode) -> bool:
-    """Whether it computes in a precision that was chosen."""
-    return not node.is_added and node.precision in ("LOW", "FULL")
-
-
 def _other_grid(nodes: Iterable[PlanNode], dtype: str) -> Grid:
-    rows = _Rows(("other operators", "line", "op", "runs in", "type", "why"))
+    rows = []
     for node in nodes:
         cells = node.source, short(node.op), runs_in(node, dtype), types(node), node.reason
-        rows.add(node.module or "-", *cells, style=style(node))
-    return rows.grid()
+        rows.append((node.module or "-", cells, style(node)))
+    return _grid(("other operators", "line", "op", "runs in", "type", "why"), rows)
 
 
-class _Rows:
-    """Rows of a grid; those that differ in the numbers of their modules alone are one row."""
-
-    def __init__(self, heads: tuple[str, ...]) -> None:
-        self._heads = heads
-        self._rows: dict[tuple[str, ...], tuple[list[str], str]] = {}
-
-    def add(self, place: str, *cells: str, style: str) -> None:
-        key = re.sub(r"\d+", "*", place), *cells
-        self._rows.setdefault(key, ([], style))[0].append(place)
-
-    def grid(self) -> Grid:
-        grid = Grid(self._heads)
-        for (pattern, *cells), (places, style) in self._rows.items():
-            alike = len(places) > 1
-            same = len(set(places)) == 1
-            place = f"{places[0] if same else pattern} ({len(places)})" if alike else places[0]
-            grid.add(place, *cells, style=style)
-        return grid
+def _grid(heads: tuple[str, ...], rows: Iterable[tuple[str, tuple[str, ...], str]]) -> Grid:
+    """A grid of rows: place, other cells, style. Those that differ in the numbers of their modules
+    alone are one row.
+    """
+    alike: dict[tuple[str, ...], tuple[list[str], str]] = {}
+    for place, cells, style in rows:
+        alike.setdefault((re.sub(r"\d+", "*", place), *cells), ([], style))[0].append(place)
+    grid = Grid(heads)
+    for (pattern, *others), (places, style) in alike.items():
+        place = places[0] if len(set(places)) == 1 else pattern
+        grid.add(f"{place} ({len(places)})" if len(places) > 1 else place, *others, style=style)
+    return grid
 
 
 # -- graphs and plans ------------------------------------------------------------------------------

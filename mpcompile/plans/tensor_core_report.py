@@ -81,12 +81,15 @@ class TensorCoreReport:
     @property
     def share_before(self) -> float:
         """Share of the FLOPs, 0 to 1, in products that were eligible as captured."""
-        return _share(self.ops, (op.eligible_before for op in self.ops))
+        return self._share(op for op in self.ops if op.eligible_before)
 
     @property
     def share(self) -> float:
         """Share of the FLOPs, 0 to 1, in products that are eligible as compiled."""
-        return _share(self.ops, (op.eligible for op in self.ops))
+        return self._share(op for op in self.ops if op.eligible)
+
+    def _share(self, counted: Iterable[TensorCoreOp]) -> float:
+        return sum(op.flops for op in counted) / self.flops if self.flops else 1.0
 
     @property
     def flops(self) -> int:
@@ -131,12 +134,6 @@ def _named(dims: dict[str, Size]) -> dict[str, int | str]:
     return {name: size if isinstance(size, int) else str(size) for name, size in dims.items()}
 
 
-def _share(ops: Iterable[TensorCoreOp], counted: Iterable[bool]) -> float:
-    pairs = [(op.flops, yes) for op, yes in zip(ops, counted, strict=True)]
-    total = sum(flops for flops, _ in pairs)
-    return sum(flops for flops, yes in pairs if yes) / total if total else 1.0
-
-
 # -- advice ----------------------------------------------------------------------------------------
 
 
@@ -144,7 +141,7 @@ def _advice(graph: fx.Graph, found: list[tuple[fx.Node, Alignment]]) -> Iterable
     """One sentence for each unaligned size that the model itself sets, most FLOPs first: not for
     those of its data (the channels of an image) and of what it tells (classes).
     """
-    told = _told_sizes(graph, [node for node, _ in found])
+    told = _told_sizes(graph, found)
     places: dict[tuple[int, int], list[str]] = defaultdict(list)
     flops: dict[tuple[int, int], int] = defaultdict(int)
     left: dict[tuple[int, int], int] = defaultdict(int)  # FLOPs that stay unaligned
@@ -178,24 +175,22 @@ def _is_of_data(node: fx.Node, product: Product, dim: str) -> bool:
     """Whether a dim is one of an input of the graph that is no parameter."""
     labels, operands = set(product.dims[dim]), ir.operands(node)
     read = (operands[path] for path, own in product.operands.items() if labels & set(own))
-    sources = [_unadded(operand) for operand in read]
+    sources = [ir.unadded(operand) for operand in read]
     return any(one.op == "placeholder" and not ir.is_parameter(one) for one in sources)
 
 
-def _told_sizes(graph: fx.Graph, products: list[fx.Node]) -> set[tuple[fx.Node, str]]:
+def _told_sizes(
+    graph: fx.Graph, products: list[tuple[fx.Node, Alignment]]
+) -> set[tuple[fx.Node, str]]:
     """The dims of results that no other product reads, but those of a vocabulary: an embedding has
     as many rows, and some of them may be of no token.
     """
-    read, feeds = set(products), set[fx.Node]()
-    for node in reversed(graph.nodes):
-        if any(user in feeds or user in read for user in node.users):
-            feeds.add(node)
+    feeds = ir.all_before(operand for node, _ in products for operand in node.all_input_nodes)
     tables = [n.all_input_nodes[0] for n in graph.nodes if ir.op_name(n) == "aten::embedding"]
-    rows = [ir.shape(_unadded(table))[0] for table in tables]
+    rows = [ir.shape(ir.unadded(table))[0] for table in tables]
     found = set()
-    for node in products:
-        alignment = ir.alignment(node)
-        if node in feeds or alignment is None:
+    for node, alignment in products:
+        if node in feeds:
             continue
         product = alignment.product
         result = set(product.result or ())
@@ -204,13 +199,6 @@ def _told_sizes(graph: fx.Graph, products: list[fx.Node]) -> set[tuple[fx.Node, 
             if result & set(product.dims[dim]) and not vocabulary:
                 found.add((node, dim))
     return found
-
-
-def _unadded(node: fx.Node) -> fx.Node:
-    """What a pass has cast, padded or scaled to make this."""
-    while ir.role(node) in ir.ADDED and node.all_input_nodes:
-        node = node.all_input_nodes[0]
-    return node
 
 
 def _copies(graph: fx.Graph) -> dict[int, dict[str, int]]:
@@ -222,9 +210,9 @@ def _copies(graph: fx.Graph) -> dict[int, dict[str, int]]:
         name = ir.op_name(node).removeprefix("aten::").removeprefix("constant_")
         kind = {"slice": "slice", "pad_nd": "pad"}.get(name)
         source = node.all_input_nodes[0]
-        if kind is None or ir.is_parameter(_unadded(source)):
+        if kind is None or ir.is_parameter(ir.unadded(source)):
             continue
-        for old, new in zip(ir.shape(node.all_input_nodes[0]), ir.shape(node), strict=True):
+        for old, new in zip(ir.shape(source), ir.shape(node), strict=True):
             if isinstance(old, int) and isinstance(new, int) and old != new:
                 counts[min(old, new)][kind] += 1
     return counts

@@ -38,22 +38,17 @@ def answer(graphs: Graphs, name: str, modules: Iterable[str] = ()) -> Answer:
     """
     if not isinstance(name, str):
         raise MPCompileError(f"why({name!r}): give the name of a node or of a module")
-    paths = dict.fromkeys([*modules, *_modules(graphs)])
+    nodes = [node for graph in graphs.values() for node in graph.nodes]
+    paths = dict.fromkeys([*modules, *(node.module for node in nodes if node.module)])
     parts = [part for number, graph in graphs.items() for part in _named(graph, number, name)]
     ends = [path for path in paths if path.endswith(f".{name}")] if name else []
     for path in [name] if name in paths else ends:
         parts += _module(graphs, path)
     if not parts:
         known = [line.name for graph in graphs.values() for line in graph.after]
-        known += [node.name for graph in graphs.values() for node in graph.nodes]
-        hint = did_you_mean(name, dict.fromkeys([*known, *paths]))
+        hint = did_you_mean(name, dict.fromkeys([*known, *(node.name for node in nodes), *paths]))
         raise MPCompileError(f"the plan has no node and no module {name!r}{hint}")
     return Answer(as_text(parts))
-
-
-def _modules(graphs: Graphs) -> Iterator[str]:
-    for graph in graphs.values():
-        yield from (node.module for node in graph.nodes if node.module)
 
 
 # -- a node ----------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ from .. import ir
 from .._version import __version__
 from ..api import matched_nothing
 from ..capture.autocast_region import noting_regions
-from ..capture.breaks import why_it_ends
+from ..capture.breaks import users_frame, why_it_ends
 from ..capture.provenance import names_in
 from ..capture.surroundings import around_now
 from ..compiler.backend import planned_or_why, why_left
@@ -62,6 +62,7 @@ from ..torch_inside.names import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     TorchRuntimeError,
+    pytree,
 )
 from .stand_ins import Answers, StandIns, no_trace
 
@@ -146,8 +147,8 @@ def plan_call(
     settings = dataclasses.replace(settings, names=names_in(twin))
     repairs = pinned_in(model)
     planner = Planner(settings, absent, stand_ins, mp_optimizer, repairs)
-    given = stand_ins.of_inputs(args, kwargs)
-    with torch.inference_mode(False), torch.enable_grad(), no_trace(), stand_ins:
+    given = pytree.tree_map_only(torch.Tensor, stand_ins.of_tensor, (tuple(args), dict(kwargs)))
+    with torch.inference_mode(False), torch.enable_grad(), no_trace(), stand_ins.mode:
         run = functools.partial(_run, twin, _compiled(twin, planner), *given)
         call = functools.partial(Answers.in_turn, run)
         outside = looked_into(call, twin, functools.partial(_compiled, planner=planner))
@@ -253,7 +254,7 @@ class Planner:
     ) -> Callable[..., Any]:
         device = place_of(example_inputs) if self.absent is None else self.absent.device
         left = replace(plan_of_left(reason, device), ends_with=why_it_ends(gm))
-        return counted(self._emit(gm, example_inputs, left, untouched=True), 0)
+        return counted(self._emit(gm, example_inputs, left), 0)
 
     def _facts(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Facts:
         target = self.absent or target_of(device_of(example_inputs), self.settings.dtype)
@@ -270,21 +271,17 @@ class Planner:
         self, originals: Sequence[Any], low: torch.dtype
     ) -> Mapping[int, tuple[int, ...] | None]:
         """The inputs that the graph may read as low copies -> the shape that a copy has already."""
-        if self.settings.level is not Level.O2:
+        if self.settings.level is not Level.O2 or self.mp_optimizer is False:
             return {}
         held = {
             i: x
             for i, x in enumerate(originals)
-            if isinstance(x, nn.Parameter) and x.dtype is torch.float32 and self._is_held(x)
+            if isinstance(x, nn.Parameter) and x.dtype is torch.float32
+            if self.mp_optimizer or parameters.owner_of(x) is not None
         }
         if self.absent is not None:
             return dict.fromkeys(held)
         return {i: copies.stored_shape(x, low) for i, x in held.items()}
-
-    def _is_held(self, parameter: nn.Parameter) -> bool:
-        if self.mp_optimizer is None:
-            return parameters.owner_of(parameter) is not None
-        return self.mp_optimizer
 
     def _working_copies(
         self, planned: Planned, example_inputs: Sequence[Any], low: torch.dtype
@@ -304,13 +301,11 @@ class Planner:
         inputs: Sequence[Any],
         plan: GraphPlan,
         joint: JointPasses = NO_PASSES,
-        *,
-        untouched: bool = False,
     ) -> Callable[..., Any]:
         found = Partitioned(gm, {node.name for node in plan.nodes})
         run = emit(
             gm, inputs, "inductor", options={"joint_custom_pre_pass": found.joint}, joint=joint,
-            recompute=self.settings.recompute, untouched=untouched, inner=found.inner,
+            recompute=self.settings.recompute, untouched=plan.left is not None, inner=found.inner,
         )  # fmt: skip
         self.graphs.append(replace(plan, saved=tuple(found.saved), backward=found.backward))
         return run
@@ -337,9 +332,6 @@ def _attend_as_fused(gm: fx.GraphModule) -> None:
             module.recompile()
 
 
-_NOT_THEIRS = (Path(torch.__file__).parent, Path(__file__).parents[1])
-
-
 def described(error: BaseException) -> str:
     """For example `"ValueError: the batch is empty (model.py:12)"`."""
     said = in_one_line(error)
@@ -353,10 +345,5 @@ def described(error: BaseException) -> str:
 def place(error: BaseException) -> str:
     """`" (model.py:12)"`, the innermost of the user's lines that led to the error, or `""`."""
     stack = getattr(error, "real_stack", None) or traceback.extract_tb(error.__traceback__)
-    theirs = [
-        frame
-        for frame in stack
-        if not any(Path(frame.filename).is_relative_to(root) for root in _NOT_THEIRS)
-        and not frame.filename.startswith("<")
-    ]
-    return f" ({theirs[-1].filename}:{theirs[-1].lineno})" if theirs else ""
+    frame = users_frame(frame for frame in stack if not frame.filename.startswith("<"))
+    return f" ({frame.filename}:{frame.lineno})" if frame else ""

@@ -17,8 +17,6 @@ from torch import nn
 from ..errors import MPCompileError, did_you_mean
 from .explain import described
 
-__all__ = ["CONTRACT", "Made", "made_by"]
-
 CONTRACT = (
     "factory() must return (model, args) or (model, args, kwargs): an nn.Module, the tuple of its "
     "positional arguments, and the dict of the others. `mpcompile diagnose` reads a fourth value: "
@@ -52,15 +50,13 @@ def made_by(target: str) -> Made:
         )
     try:
         found: Any = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        missing = error.name or ""
-        if f"{module_name}.".startswith(f"{missing}."):
+    except Exception as error:
+        missing = isinstance(error, ModuleNotFoundError) and error.name
+        if missing and f"{module_name}.".startswith(f"{missing}."):
             raise MPCompileError(
                 f"there is no module {missing!r} in the current directory or among the installed "
                 "packages"
             ) from None
-        raise MPCompileError(f"{module_name} can't be imported: {described(error)}") from error
-    except Exception as error:
         raise MPCompileError(f"{module_name} can't be imported: {described(error)}") from error
     for name in path.split("."):
         if not hasattr(found, name):

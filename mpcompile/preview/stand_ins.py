@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from ..ir import aten
 from ..runtime.check_module import deep_copy
 from ..runtime.compile_apart import nothing_happened
 from ..torch_inside.dynamo import BesideDynamo
-from ..torch_inside.names import FakeTensorMode, TracingContext, cached_backends, counters, pytree
+from ..torch_inside.names import FakeTensorMode, TracingContext, cached_backends, counters
 
 _CPU = torch.device("cpu")
 _ENDLESS, _BRANCHES = 20, 16
@@ -68,7 +68,7 @@ class Answers(BesideDynamo):
 
 
 class StandIns:
-    """Makes one stand-in for each tensor. Within it as a context, computed tensors are fake too."""
+    """Makes one stand-in for each tensor. Within `mode`, computed tensors are fake too."""
 
     def __init__(self) -> None:
         # A tensor that the program closes over is not replaced.
@@ -76,13 +76,6 @@ class StandIns:
         self.mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
         self._memo: dict[int, Any] = {}
         self._originals: dict[int, torch.Tensor] = {}
-
-    def __enter__(self) -> StandIns:
-        self.mode.__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self.mode.__exit__(*error)
 
     def of_module(self, module: nn.Module) -> nn.Module:
         """A copy of the module whose tensors are stand-ins.
@@ -96,15 +89,6 @@ class StandIns:
         why = "a plan is made with a copy, so that nothing happens to the model"
         with _Copying(self):
             return deep_copy(module, self._memo, module, why)
-
-    def of_inputs(
-        self, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The same arguments with stand-ins for their tensors, at any depth."""
-        made: tuple[tuple[Any, ...], dict[str, Any]] = pytree.tree_map_only(
-            torch.Tensor, self.of_tensor, (tuple(args), dict(kwargs))
-        )
-        return made
 
     def of_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
         """The stand-in of a tensor: a leaf, which requires a gradient if the tensor does."""

@@ -149,7 +149,7 @@ def test_bytes_saved_for_backward_counts_each_storage_once_and_no_parameters() -
 
 
 def test_the_median_leaves_the_warm_up_out() -> None:
-    trainee = Trainee.create("x", GPT(TINY), steps=9, lr=1e-3)
+    trainee = Trainee("x", GPT(TINY), steps=9, lr=1e-3)
     trainee.seconds = [9.0, 5.0, 5.0, 5.0, 5.0, 1.0, 2.0, 3.0, 4.0]
     assert (trainee.first_step, trainee.median) == (9.0, 2.5)
     trainee.seconds = [9.0, 5.0, 1.0]
@@ -157,7 +157,7 @@ def test_the_median_leaves_the_warm_up_out() -> None:
 
 
 def test_the_learning_rate_rises_and_falls() -> None:
-    trainee = Trainee.create("x", GPT(TINY), steps=20, lr=1.0)
+    trainee = Trainee("x", GPT(TINY), steps=20, lr=1.0)
     rates = []
     for _ in range(20):
         rates.append(trainee.optimizer.param_groups[0]["lr"])
@@ -170,7 +170,7 @@ def test_the_learning_rate_rises_and_falls() -> None:
 
 def test_training_learns_and_the_clock_runs() -> None:
     start = time.perf_counter()
-    trainee = Trainee.create("x", GPT(TINY), steps=30, lr=1e-2)
+    trainee = Trainee("x", GPT(TINY), steps=30, lr=1e-2)
     idx, targets = tokens(4, 16), tokens(4, 16)
     trainee.step_and_measure_memory(idx, targets)
     for _ in range(29):

@@ -146,7 +146,6 @@ def test_nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_tensors_that_are_no_parameters_have_no_copies_with_data() -> None:
     module = nn.BatchNorm1d(4)
     module.kept = [torch.ones(3)]  # type: ignore[assignment]
-    with StandIns() as stand_ins:
-        copied: Any = stand_ins.of_module(module)
+    copied: Any = StandIns().of_module(module)
     for tensor in (copied.weight, copied.running_mean, copied.kept[0]):
         assert isinstance(tensor, FakeTensor)

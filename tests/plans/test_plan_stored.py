@@ -102,7 +102,7 @@ def changed(path: str, value: Any = None) -> dict[str, Any]:
     return dict(whole)
 
 
-SAVED = Saved("mm", "fc", (2,), torch.float16, 4, False).to_dict()
+SAVED = {**vars(Saved("mm", "fc", (2,), torch.float16, 4, False)), "dtype": "float16"}
 NO_PLAN = [
     (changed("graphs"), "the data of a Plan: Plan has no 'graphs'"),
     (changed("graphs.0.nodes.0.op"), r"Plan.graphs\[0\].nodes\[0\] has no 'op'"),

@@ -10,7 +10,7 @@ import difflib
 import hashlib
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,15 +26,6 @@ _HERE = Path(__file__).parent
 _SCRIPTS = (
     "elements.js", "nodes.js", "tree.js", "rows.js", "tables.js", "panel.js", "main.js"
 )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Tile:
-    """One number, what it is, and what to know about it."""
-
-    label: str
-    value: str
-    note: str = ""
 
 
 @dataclass(frozen=True)
@@ -58,15 +49,6 @@ class Chart:
 
 
 @dataclass(frozen=True)
-class Note:
-    """Sentences under a title; `warns` if the user should look at them."""
-
-    title: str
-    lines: tuple[str, ...]
-    warns: bool = False
-
-
-@dataclass(frozen=True)
 class Page:
     """What a page shows.
 
@@ -76,7 +58,10 @@ class Page:
         views: the tabs of the list of nodes, by the names that `rows.js` and `tables.js` have.
         data: what the scripts read; `data_of` says what is in it.
         verdict: sentences on top, the most important first.
-        tiles, charts, notes: the summary below it; no note without lines is shown.
+        tiles, charts: the summary below it. A tile is one number: what it is, the number, and what
+            to know about it.
+        notes: title -> the sentences under it; none without sentences is shown. `warnings` are
+            notes that the user should look at, and stand first.
         numbers: what stands on the page of a report alone: "faults" and the histogram.
     """
 
@@ -85,9 +70,10 @@ class Page:
     facts: dict[str, str]
     views: dict[str, str]
     data: dict[str, Any]
-    notes: list[Note]
+    warnings: dict[str, tuple[str, ...]]
+    notes: dict[str, tuple[str, ...]] = field(default_factory=dict)
     verdict: tuple[str, ...] = ()
-    tiles: tuple[Tile, ...] = ()
+    tiles: tuple[tuple[str, str, str], ...] = ()
     charts: tuple[Chart, ...] = ()
     numbers: dict[str, Any] | None = None
 
@@ -140,7 +126,16 @@ def render(plan: PlanData) -> str:
         },
         verdict=tuple(line.strip() for line in verdict(plan.title, plan.graphs)),
         charts=tuple(charts_of(plan)),
-        notes=_notes(plan),
+        warnings={
+            "Graphs left in FP32": plan.left,
+            "Graph breaks": plan.breaks,
+            "Outside of the graphs": (outside(plan),) if plan.outside else (),
+            "Repairs": plan.repairs,
+        },
+        notes={
+            "Sizes worth changing": plan.tensor_cores.advice,
+            "Not known without the GPU": plan.unknown,
+        },
     )
     return html(page)
 
@@ -184,18 +179,6 @@ def _eligible(share: float) -> list[BarSegment]:
         BarSegment("not eligible", "FULL", 1 - share, f"{1 - share:.1%}"),
     ]
     return [part for part in parts if part.amount]
-
-
-def _notes(plan: PlanData) -> list[Note]:
-    """What has to be said in words."""
-    return [
-        Note("Graphs left in FP32", plan.left, warns=True),
-        Note("Graph breaks", plan.breaks, warns=True),
-        Note("Outside of the graphs", (outside(plan),) if plan.outside else (), warns=True),
-        Note("Repairs", plan.repairs, warns=True),
-        Note("Sizes worth changing", plan.tensor_cores.advice),
-        Note("Not known without the GPU", plan.unknown),
-    ]
 
 
 # -- the data --------------------------------------------------------------------------------------
@@ -263,13 +246,13 @@ def aligned(
     A node that a pass has moved past another one stands in two rows, removed and added.
     """
     names = [line.name for line in before], [line.name for line in after]
-    blocks = difflib.SequenceMatcher(None, *names, autojunk=False).get_matching_blocks()
-    i = j = 0
-    for block in blocks:
-        yield from ((k, None) for k in range(i, block.a))
-        yield from ((None, k) for k in range(j, block.b))
-        yield from ((block.a + k, block.b + k) for k in range(block.size))
-        i, j = block.a + block.size, block.b + block.size
+    matcher = difflib.SequenceMatcher(None, *names, autojunk=False)
+    for tag, a, b, c, d in matcher.get_opcodes():
+        if tag == "equal":
+            yield from zip(range(a, b), range(c, d), strict=True)
+        else:
+            yield from ((k, None) for k in range(a, b))
+            yield from ((None, k) for k in range(c, d))
 
 
 def _precision(short: str) -> str:
