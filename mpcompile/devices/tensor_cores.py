@@ -10,8 +10,6 @@ import dataclasses
 
 import torch
 
-__all__ = ["TensorCores", "cuda_matrix_units", "cuda_tensor_cores", "multiply_in"]
-
 # (first compute capability, generation, dtypes its Tensor Cores multiply), newest first.
 _GENERATIONS: tuple[tuple[tuple[int, int], str, str], ...] = (
     ((10, 0), "Blackwell", "FP16, BF16, TF32, FP8, FP4"),

@@ -22,8 +22,6 @@ from ..devices.tensor_cores import TensorCores
 from ..errors import CannotRewrite
 from ..rules import kernels
 
-__all__ = ["Target", "device_of", "place_of", "target_of"]
-
 
 @dataclass(frozen=True)
 class Target:

@@ -24,8 +24,6 @@ import torch
 
 from ..errors import MPCompileError, did_you_mean
 
-__all__ = ["DTYPES", "KINDS", "Profile", "Sample", "flops"]
-
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """What a profile may hold samples of."""
 

@@ -29,8 +29,6 @@ from .calls import Point
 from .cost_model import DTYPES, Profile, Sample, flops
 from .store import empty_profile
 
-__all__ = ["measure"]
-
 ROUNDS = 50  # at most; with more, the fastest is hardly faster
 WARM_UPS = 3
 PART = 1 / 8  # of a size's share that one call may take

@@ -32,8 +32,6 @@ from ..devices.registry import capabilities, supported
 from ..errors import MPCompileError, MPCompileWarning, did_you_mean
 from .cost_model import DTYPES, MEASURED, ORIGINS, Profile, Sample
 
-__all__ = ["VARIABLE", "builtin", "cache_path", "empty_profile", "load", "read", "write"]
-
 VARIABLE = "MPCOMPILE_PROFILE"
 """Environment variable: the path of a profile to use, or `"none"` to use none."""
 
