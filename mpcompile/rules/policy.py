@@ -61,16 +61,11 @@ _DTYPE_WORDS = {
     **dict.fromkeys(("bf16", "bf16-mixed"), torch.bfloat16),
 }
 
-# The words for a precision in `Policy(modules=..., nodes=...)`.
+# The words for a precision in `Policy(modules=..., nodes=...)`. One of a dtype also names that,
+# whatever dtype the rest of the graph runs in.
 _WORDS = {
-    "fp32": Precision.FULL,
-    "float32": Precision.FULL,
-    "full": Precision.FULL,
-    "low": Precision.LOW,
-    "fp16": Precision.LOW,
-    "float16": Precision.LOW,
-    "bf16": Precision.LOW,
-    "bfloat16": Precision.LOW,
+    **dict.fromkeys(("fp32", "float32", "full"), Precision.FULL),
+    **dict.fromkeys(("low", "fp16", "float16", "bf16", "bfloat16"), Precision.LOW),
     "keep": Precision.KEEP,
 }
 
@@ -98,14 +93,6 @@ def parse_dtype(dtype: torch.dtype | str) -> torch.dtype | None:
         raise unknown_dtype(dtype, [*_DTYPE_WORDS, "auto"])
     return _DTYPE_WORDS[word]
 
-
-# Words for LOW that also name the dtype, whatever dtype the rest of the graph runs in.
-_DTYPES = {
-    "fp16": torch.float16,
-    "float16": torch.float16,
-    "bf16": torch.bfloat16,
-    "bfloat16": torch.bfloat16,
-}
 
 # The words that a policy is printed and saved in.
 _SPELLED = {
@@ -195,10 +182,10 @@ class Policy:
             }
             object.__setattr__(self, name, parsed)
         dtypes = {
-            (name, key): _DTYPES[str(word).lower()]
+            (name, key): _DTYPE_WORDS[str(word).lower()]
             for name, table in (("modules", modules), ("nodes", nodes))
             for key, word in (table or {}).items()
-            if str(word).lower() in _DTYPES
+            if str(word).lower() in _DTYPE_WORDS
         }
         object.__setattr__(self, "low_dtypes", dtypes)
         object.__setattr__(self, "reasons", {})
