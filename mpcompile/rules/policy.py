@@ -288,37 +288,47 @@ def around(path: str) -> list[str]:
     return [".".join(words[:count]) for count in range(len(words) - 1, 0, -1)]
 
 
-@dataclass(frozen=True)
-class Config:
-    """The settings of one compilation, as every pass sees them.
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """One device with one low dtype: all that a plan depends on of a device.
+
+    Attributes:
+        device: where the graph's parameters live; plans name it.
+        low: the low number format, torch.float16 or torch.bfloat16.
+        profile: the times of products there, in the low dtype and in FP32; None: the user has named
+            `low`, or none is known.
+        promised: whether products that the profile doesn't cover are assumed faster in `low`.
+        cores: the sizes that its matrix units require of dimensions.
+        has_kernel: `(node) -> bool`: whether the node's operator has a kernel in `low` there.
+    """
+
+    device: torch.device
+    low: torch.dtype
+    profile: Profile | None = None
+    promised: bool = True
+    cores: TensorCores = TensorCores()
+    has_kernel: Callable[[torch.fx.Node], bool] = lambda node: True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(Target):
+    """The settings of one compilation, as every pass sees them, with the target's facts.
 
     Attributes:
         level: O1, O2 or O3 (O0 never reaches the passes).
-        format: the low number format.
-        device: where the graph's parameters live.
         policy: the user's overrides.
         repaired: nodes that `repair=True` has pinned to FP32 -> the reason.
         scaled: whether gradients are scaled inside the graph.
         pad: "never", "auto" (where it pays) or "always".
-        cores: the sizes that the device's matrix units require of dimensions.
-        profile: the times of products on this device, in the low dtype and in FP32; or None.
-        promised: whether products that the profile doesn't cover are assumed faster in `low`.
         copied: the inputs (by number) whose working copy in `low` may be read instead -> the shape
             that the copy is stored in, or None: not stored yet.
         fuse_head: whether a linear layer and its cross entropy become one operator.
-        has_kernel: `(node) -> bool`: whether the node's op has a kernel in `low` on `device`.
     """
 
     level: Level
-    low: torch.dtype
-    device: torch.device
     policy: Policy = Policy()
     repaired: Mapping[str, str] = field(default_factory=dict)
     scaled: bool = False
     pad: str = "never"
-    cores: TensorCores = TensorCores()
-    profile: Profile | None = None
-    promised: bool = True
     copied: Mapping[int, tuple[int, ...] | None] = field(default_factory=dict)
     fuse_head: bool = False
-    has_kernel: Callable[[torch.fx.Node], bool] = lambda node: True
