@@ -12,7 +12,7 @@ The interpreter handles itself what a replay would lose:
 * torch's linear cross entropy in chunks becomes ours, which the loss scale reaches.
 * `set_grad_enabled` stays in the graph; every node records the mode it runs in (`"mp_grad"`).
 * Autocast regions leave the graph; every node records the innermost one (`"mp_autocast"`), which
-  may be around the whole graph (`autocast_region.py`). An autocast around the whole call is
+  may be around the whole graph (`surroundings.py`). An autocast around the whole call is
   ignored: the program is captured in FP32 all the same. Only an opaque node is run inside the
   region that it stood in.
 """

@@ -17,8 +17,7 @@ from torch import fx
 
 from .. import operators  # noqa: F401  (registers our operators)
 from ..capture.capture import capture
-from ..capture.on_fakes import unseen
-from ..capture.surroundings import Around
+from ..capture.surroundings import Around, unseen
 from ..ir.text import Place, places
 from ..plans import pipeline
 from ..plans.pipeline import Planned

@@ -50,6 +50,7 @@ from .marks import (
     mark,
     min_cut,
     padding,
+    pin_producers,
     precision,
     regions,
     remark,
@@ -66,7 +67,6 @@ from .marks import (
     stands_for,
 )
 from .memory import memory, shares_memory, storage, storage_now, written
-from .pins import pin_producers
 from .shapes import hint, known_equal, known_multiple, same_shape
 from .step_graph import (
     add_slot,

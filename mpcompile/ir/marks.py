@@ -1,4 +1,6 @@
-"""The decision about each node, and the notes that passes leave on nodes for later passes."""
+"""The decision about each node, and the notes that passes leave on nodes for later passes; and pins
+of what feeds an operator that would make more of its rounding.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from torch import fx
 
 from ..rules.policy import Precision
 from .shapes import Alignment, Padding
-from .values import aten
+from .values import aten, float_args
 
 
 @dataclass(frozen=True, eq=False)
@@ -215,6 +217,22 @@ def padding(node: fx.Node) -> Padding | None:
 
 def remark(node: fx.Node, **changes: Any) -> None:
     node.meta["mp"] = replace(node.meta["mp"], **changes)
+
+
+def pin_producers(reader: fx.Node, reason: str, *, products: bool) -> None:
+    """Make FULL what the node reads, up through FOLLOW nodes to the first LOW one on each path;
+    with `products` that one, too. The user's policy is not overruled.
+    """
+    wanted = (Precision.FOLLOW, Precision.LOW) if products else (Precision.FOLLOW,)
+    pending = [node for _, node in float_args(reader)]
+    while pending:
+        node = pending.pop()
+        decided = precision(node)
+        if decided not in wanted or mark(node).by is By.POLICY:
+            continue
+        remark(node, precision=Precision.FULL, by=By.GUARD, reason=reason)
+        if decided is Precision.FOLLOW:
+            pending += node.all_input_nodes
 
 
 def stands_for(node: fx.Node, program: fx.Node) -> None:

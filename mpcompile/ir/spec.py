@@ -1,4 +1,5 @@
 """What must hold after each pass of the pipeline. `verify` raises where a pass broke its promise.
+`AsPlanned` runs a graph, and refuses to go on where a value has another dtype than the graph says.
 
 These are internal invariants: a failure is a bug of mpcompile, never the user's. The backend then
 compiles the graph unchanged and says so, rather than run a graph that may be wrong.
@@ -15,6 +16,7 @@ import torch
 from torch import fx
 
 from .. import ir, rules
+from ..errors import CannotRewrite
 from ..rules.policy import Precision
 from . import units
 
@@ -202,3 +204,21 @@ def verify(gm: fx.GraphModule, stage: str, order: Sequence[str]) -> None:
     if complaints:
         more = f" (and {len(complaints) - 3} more)" if len(complaints) > 3 else ""
         raise SpecError(f"after {stage}: {'; '.join(complaints[:3])}{more}")
+
+
+class AsPlanned(fx.Interpreter):
+    """Runs a graph node by node.
+
+    Raises:
+        CannotRewrite: a node's result has another dtype than its value in the graph. So something
+            around the run, as an autocast region, changes what the passes decided.
+    """
+
+    def run_node(self, n: fx.Node) -> Any:
+        result = super().run_node(n)
+        planned = n.meta.get("val")
+        if not isinstance(result, torch.Tensor) or not isinstance(planned, torch.Tensor):
+            return result
+        if result.dtype is not planned.dtype:
+            raise CannotRewrite(f"{n.name} is {result.dtype}, was planned as {planned.dtype}")
+        return result

@@ -26,10 +26,9 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from .. import ir
 from .._version import __version__
 from ..api import matched_nothing
-from ..capture.autocast_region import noting_regions
 from ..capture.breaks import why_it_ends
 from ..capture.provenance import names_in
-from ..capture.surroundings import around_now
+from ..capture.surroundings import around_now, noting_regions
 from ..compiler.backend import planned_or_why, why_left
 from ..compiler.plan_graph import Facts, Planned
 from ..compiler.training import scale_for

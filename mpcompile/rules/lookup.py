@@ -11,10 +11,9 @@ import torch
 from ..errors import MPCompileError, did_you_mean
 from ..torch_inside.graphs import overload_name, schema
 from ..torch_inside.names import HigherOrderOperator, OpOverload
-from .labels import DIMS, NAMED, signature
 from .op_names import op_exists, op_key
 from .policy import Precision
-from .rule import UNKNOWN, Recurrent, Rule
+from .rule import DIMS, NAMED, UNKNOWN, Recurrent, Rule, signature
 from .table import TABLE
 
 _REGISTERED: dict[str, Rule] = {}
