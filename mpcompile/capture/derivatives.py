@@ -30,7 +30,7 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, make_fx
 
 from ..errors import CannotRewrite, MPCompileError
-from ..ir import aten, op_name, set_inner_gradient
+from ..ir import aten, is_inner_gradient, op_name
 from ..ir.targets import AUTOCAST, CHECKPOINT, INVOKE_SUBGRAPH, differentiates, nesting
 from ..ir.units import is_tracked, twin
 from ..torch_inside.names import (
@@ -197,7 +197,7 @@ class _Live(InFP32):
                     self.env[node] = self.run_node(node)
                 for new in _last_of(current_tracer().graph, before):
                     if differentiates(node) is not None:
-                        set_inner_gradient(new)
+                        is_inner_gradient.set(new, True)
                     if new.target is aten.detach.default and _detaches(node):
                         new.meta["mp_detaches"] = True
         # What autograd made of a level after its end, as the pullback of a vjp does.
@@ -248,9 +248,9 @@ class _AsOperators(fx.Interpreter):
         graph = current_tracer().graph
         before = len(graph.nodes)
         result = super().run_node(n)
-        if "mp_inner_gradient" in n.meta:
+        if is_inner_gradient(n):
             for node in _last_of(graph, before):
-                set_inner_gradient(node)
+                is_inner_gradient.set(node, True)
         return result
 
 

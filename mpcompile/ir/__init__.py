@@ -55,15 +55,8 @@ from .marks import (
     regions,
     remark,
     role,
-    set_alignment,
-    set_copy,
-    set_inner_gradient,
     set_mark,
-    set_min_cut,
-    set_mutable,
-    set_padding,
     set_regions,
-    set_stored_low,
     stands_for,
 )
 from .memory import memory, shares_memory, storage, storage_now, written
