@@ -128,10 +128,6 @@ def _regions_folded(gm: fx.GraphModule) -> Iterator[str]:
             yield f"{node.name} still stands in an inlined checkpoint"
 
 
-def _units_agree(gm: fx.GraphModule, history: Recorded) -> Iterator[str]:
-    yield from units.complaints(gm, history)
-
-
 def _tracked_as_captured(gm: fx.GraphModule, history: Recorded) -> Iterator[str]:
     """No path of a gradient is cut: autograd tracks every value that it tracked in the program."""
     inputs = gm.graph.find_nodes(op="placeholder")
@@ -170,7 +166,7 @@ PROMISES = (
     Promise(_lanes_as_planned, since="place_pads", until="clean"),
     # These three read autograd's history of the flat graph, so they come before `outline`.
     Promise(_results_share_as_captured, since="copy_overlaps", until="clean", costly=True),
-    Promise(_units_agree, since="scale_gradients", until="clean", costly=True),
+    Promise(units.complaints, since="scale_gradients", until="clean", costly=True),
     Promise(_tracked_as_captured, since="functionalize", until="clean", costly=True),
     Promise(_regions_folded, since="outline", until="outline"),
 )
