@@ -184,10 +184,7 @@ def requires_grad(node: fx.Node) -> bool:
 
 def attribute(gm: fx.GraphModule, node: fx.Node) -> Any:
     """The attribute of the module that a get_attr node names: a constant tensor or a body."""
-    value: Any = gm
-    for part in str(node.target).split("."):
-        value = getattr(value, part)
-    return value
+    return operator.attrgetter(str(node.target))(gm)
 
 
 def float_args(node: fx.Node) -> list[tuple[int, fx.Node]]:
