@@ -37,7 +37,6 @@ VARIABLE = "MPCOMPILE_PROFILE"
 
 FORMAT = 1
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
-_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 _loaded: dict[Path, Profile | None] = {}  # None: missing or unusable
 
@@ -200,7 +199,7 @@ def _text(profile: Profile) -> str:
 def _row(sample: Sample) -> dict[str, Any]:
     row = {f.name: getattr(sample, f.name) for f in dataclasses.fields(Sample)}
     rounded = {name: float(f"{row[name]:.4g}") for name in ("forward", "total")}
-    return {**row, **rounded, "dtype": _NAMES[sample.dtype]}
+    return {**row, **rounded, "dtype": str(sample.dtype).removeprefix("torch.")}
 
 
 def _parse(text: str) -> Profile:
