@@ -10,13 +10,34 @@ from torch import fx
 from ..ir.targets import AUTOCAST
 from ..torch_inside.graphs import schema
 from ..torch_inside.names import HigherOrderOperator, OpOverload, pytree
+from .place import ReplayState
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 _METHODS = {"half": torch.float16, "bfloat16": torch.bfloat16}
 
 
-def in_fp32(node: fx.Node, arguments: Arguments, low: torch.dtype | None) -> Arguments:
+class InFP32(fx.Interpreter):
+    """Runs Dynamo's graph, or a part of it, with the program's low dtype replaced by FP32."""
+
+    module: fx.GraphModule
+
+    def __init__(self, gm: fx.GraphModule, place: ReplayState) -> None:
+        super().__init__(gm)
+        self.place = place
+
+    def fetch_args_kwargs_from_env(self, n: fx.Node) -> Arguments:
+        arguments, low = super().fetch_args_kwargs_from_env(n), self.place.named
+        return arguments if low is None else _in_fp32(n, arguments, low)
+
+    def call_method(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a method: `float` instead of the one that casts to autocast's dtype."""
+        if (low := self.place.named) is not None and _METHODS.get(target) is low:
+            target = "float"
+        return super().call_method(target, args, kwargs)
+
+
+def _in_fp32(node: fx.Node, arguments: Arguments, low: torch.dtype) -> Arguments:
     """A node's arguments, with the program's low dtype replaced by FP32 as in all the replay.
 
     Under autocast, or where weights are stored low, `x.to(h.dtype)` and `zeros(..., dtype=h.dtype)`
@@ -29,12 +50,7 @@ def in_fp32(node: fx.Node, arguments: Arguments, low: torch.dtype | None) -> Arg
     return _of_one_dtype(replaced, low) if _is_product(node) else replaced
 
 
-def method_in_fp32(name: str, low: torch.dtype | None) -> str:
-    """The method that is called: `float` instead of the one that casts to autocast's dtype."""
-    return "float" if _METHODS.get(name) is low else name
-
-
-def _of_one_dtype(operands: Arguments, low: torch.dtype | None) -> Arguments:
+def _of_one_dtype(operands: Arguments, low: torch.dtype) -> Arguments:
     """Operands of a product of which some are FP32 and others have autocast's dtype, all in FP32:
     an input may come out of another graph under the same autocast, and autocast is off here.
     """

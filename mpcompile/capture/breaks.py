@@ -12,8 +12,6 @@ from torch import fx
 
 from ..torch_inside.names import counters
 
-__all__ = ["skipped_since", "skips", "users_frame", "why_it_ends"]
-
 _NOT_THEIRS = (Path(torch.__file__).parent, Path(__file__).parents[1])
 
 

@@ -71,7 +71,9 @@ def capture(
     with around.mode:
         for i, fake in stored.items():
             fakes[i] = like(fake, dtype=torch.float32).requires_grad_(fake.requires_grad)
-    place = ReplayState.of(around, low if stored else None)
+    place = ReplayState(
+        around.devices, [(*one, True) for one in around.autocasts], stored=low if stored else None
+    )
     with autocast_off(), fx_traceback.preserve_node_meta(), around.mode, _modes_kept():
         traced = make_fx(
             lambda *args: tuple(Replay(gm, place).run(*args)),

@@ -30,7 +30,7 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, make_fx
 
 from ..errors import CannotRewrite, MPCompileError
-from ..ir import aten, op_name, set_inner_gradient
+from ..ir import aten, is_inner_gradient, op_name
 from ..ir.targets import AUTOCAST, CHECKPOINT, INVOKE_SUBGRAPH, differentiates, nesting
 from ..ir.units import is_tracked, twin
 from ..torch_inside.names import (
@@ -43,7 +43,7 @@ from ..torch_inside.names import (
     torch_functions_off,
     unwrap_if_dead,
 )
-from .autocast_arguments import Arguments, in_fp32, method_in_fp32
+from .autocast_arguments import InFP32
 from .history import current_tracer, derivation
 from .place import ReplayState
 
@@ -126,11 +126,11 @@ def write_out(
             raise CannotRewrite("an autocast region begins or ends inside of a derivative")
     _check_functions(gm, stretch, given)
     leaves, structure = pytree.tree_flatten(list(given))
-    live = _Live(gm, stretch, place)
+    live = _Live(gm, place)
     made: list[Any] = []
 
     def program(*values: Any) -> Any:
-        results = live.results(pytree.tree_unflatten(list(values), structure))
+        results = live.results(stretch, pytree.tree_unflatten(list(values), structure))
         made.extend(results)
         return tuple(results)
 
@@ -182,46 +182,33 @@ def _graphs_in(body: fx.GraphModule) -> list[fx.GraphModule]:
     return [m for m in body.modules() if isinstance(m, fx.GraphModule)]
 
 
-class _Live(fx.Interpreter):
+class _Live(InFP32):
     """Runs a stretch as Dynamo wrote it, with the levels of its transforms and its inner backwards,
     under a tracer that records what reaches the level of the program.
     """
 
-    def __init__(self, gm: fx.GraphModule, stretch: Stretch, place: ReplayState) -> None:
-        super().__init__(gm)
-        self._stretch, self._place = stretch, place
-
-    def results(self, given: Sequence[Any]) -> list[Any]:
+    def results(self, stretch: Stretch, given: Sequence[Any]) -> list[Any]:
         """The values of the stretch's outputs."""
-        self.env = dict(zip(self._stretch.inputs, given, strict=True))
-        with _Noting():
-            for node in self._stretch.nodes:
+        self.env = dict(zip(stretch.inputs, given, strict=True))
+        with _Noting():  # type: ignore[no-untyped-call]
+            for node in stretch.nodes:
                 before = len(current_tracer().graph.nodes)
                 with self._set_current_node(node):
                     self.env[node] = self.run_node(node)
                 for new in _last_of(current_tracer().graph, before):
                     if differentiates(node) is not None:
-                        set_inner_gradient(new)
+                        is_inner_gradient.set(new, True)
                     if new.target is aten.detach.default and _detaches(node):
                         new.meta["mp_detaches"] = True
         # What autograd made of a level after its end, as the pullback of a vjp does.
         results = pytree.tree_map_only(
-            torch.Tensor, unwrap_if_dead, [self.env[node] for node in self._stretch.outputs]
+            torch.Tensor, unwrap_if_dead, [self.env[node] for node in stretch.outputs]
         )
         for value in pytree.tree_leaves(results):
             if isinstance(value, torch.Tensor) and is_functorch_wrapped_tensor(value):
                 raise CannotRewrite("a value leaves a transform of torch.func by another way")
         found: list[Any] = results
         return found
-
-    def fetch_args_kwargs_from_env(self, n: fx.Node) -> Arguments:
-        arguments, low = super().fetch_args_kwargs_from_env(n), self._place.named
-        return arguments if low is None else in_fp32(n, arguments, low)
-
-    def call_method(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if (low := self._place.named) is not None:
-            target = method_in_fp32(target, low)
-        return super().call_method(target, args, kwargs)
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if target in (CHECKPOINT, INVOKE_SUBGRAPH):  # its values are kept: it has its backward here
@@ -237,9 +224,6 @@ class _Noting(TorchDispatchMode):
     The zeros of forward mode, which have no memory, are plain ones here: what is computed with
     such a zero is left out below autograd, where it is recorded.
     """
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         before = len(current_tracer().graph.nodes)
@@ -264,9 +248,9 @@ class _AsOperators(fx.Interpreter):
         graph = current_tracer().graph
         before = len(graph.nodes)
         result = super().run_node(n)
-        if "mp_inner_gradient" in n.meta:
+        if is_inner_gradient(n):
             for node in _last_of(graph, before):
-                set_inner_gradient(node)
+                is_inner_gradient.set(node, True)
         return result
 
 

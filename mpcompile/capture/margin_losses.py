@@ -12,8 +12,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["INSTEAD"]
-
 
 def _multilabel_margin_loss(
     input: Tensor,

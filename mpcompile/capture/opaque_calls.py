@@ -31,7 +31,8 @@ def opaque_call(
             capture in FP32.
     """
     if place.stored is not None:
-        raise CannotRewrite(f"{_name(node)} is called as it is, in {SHORT[place.stored]}")
+        name = getattr(node.target, "__name__", str(node.target))
+        raise CannotRewrite(f"{name} is called as it is, in {SHORT[place.stored]}")
     tracer = current_tracer()
     autocast = place.autocast()
     for module in pytree.tree_leaves((args, kwargs)):
@@ -39,9 +40,7 @@ def opaque_call(
             _register(tracer.root, module)
     example = node.meta.get("example_value")  # none: the call returns nothing
     with disable_proxy_modes_tracing(), torch_functions_off():
-        result = pytree.tree_map(
-            lambda v: _fresh(v, v.requires_grad) if _is_tensor(v) else v, example
-        )
+        result = pytree.tree_map_only(torch.Tensor, _fresh, example)
     proxy_args, proxy_kwargs = pytree.tree_map(tracer.unwrap_proxy, (args, kwargs))
     entered = autocast and _switch(ENTER_AUTOCAST, (*autocast, True, None))
     proxy = tracer.create_proxy(node.op, node.target, proxy_args, proxy_kwargs)
@@ -63,18 +62,10 @@ def _switch(target: Any, args: tuple[Any, ...]) -> fx.Node:
     return node
 
 
-def _name(node: fx.Node) -> str:
-    return getattr(node.target, "__name__", str(node.target))
-
-
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, torch.Tensor)
-
-
-def _fresh(value: torch.Tensor, tracked: bool) -> torch.Tensor:
+def _fresh(value: torch.Tensor) -> torch.Tensor:
     """A fake of the current mode like one of Dynamo's, tracked by autograd or not."""
     new = like(value)
-    if not (tracked and (value.is_floating_point() or value.is_complex())):
+    if not value.requires_grad:
         return new
     with torch.enable_grad():
         result = new.requires_grad_().clone()  # no leaf: the program may write to it

@@ -28,12 +28,6 @@ class ReplayState:
     checkpoints: tuple[Region, ...] = ()
     stored: torch.dtype | None = None
 
-    @classmethod
-    def of(cls, around: Around, stored: torch.dtype | None = None) -> ReplayState:
-        return cls(
-            around.devices, [(*autocast, True) for autocast in around.autocasts], stored=stored
-        )
-
     @property
     def named(self) -> torch.dtype | None:
         """The dtype that the program has, and names, where the capture has FP32; None: FP32."""

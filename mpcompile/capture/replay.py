@@ -12,7 +12,7 @@ The interpreter handles itself what a replay would lose:
 * torch's linear cross entropy in chunks becomes ours, which the loss scale reaches.
 * `set_grad_enabled` stays in the graph; every node records the mode it runs in (`"mp_grad"`).
 * Autocast regions leave the graph; every node records the innermost one (`"mp_autocast"`), which
-  may be around the whole graph (`autocast_region.py`). An autocast around the whole call is
+  may be around the whole graph (`surroundings.py`). An autocast around the whole call is
   ignored: the program is captured in FP32 all the same. Only an opaque node is run inside the
   region that it stood in.
 """
@@ -36,7 +36,7 @@ from ..rules import PACKETS
 from ..torch_inside.graphs import CHECKPOINT_CONTEXT
 from ..torch_inside.names import GET_DATA, HigherOrderOperator, pytree
 from ..torch_inside.private_names import Part, why_off
-from .autocast_arguments import Arguments, in_fp32, method_in_fp32
+from .autocast_arguments import InFP32
 from .derivatives import stretches, write_out
 from .history import current_tracer, has_custom_backward, known_as_before
 from .margin_losses import INSTEAD
@@ -44,12 +44,11 @@ from .opaque_calls import opaque_call
 from .place import ReplayState
 
 
-class Replay(fx.Interpreter):
+class Replay(InFP32):
     """Runs Dynamo's graph under the tracer; keeps higher-order operators as opaque nodes."""
 
     def __init__(self, module: fx.GraphModule, place: ReplayState) -> None:
-        super().__init__(module)
-        self.place, self._gm = place, module
+        super().__init__(module, place)
         self.current: fx.Node | None = None
         self._derivatives = stretches(module.graph)
         self._written_out: dict[fx.Node, Any] = {}
@@ -64,14 +63,9 @@ class Replay(fx.Interpreter):
         if (stretch := self._derivatives.get(n)) is not None:
             if n is stretch.nodes[0]:
                 given = [self.env[node] for node in stretch.inputs]
-                self._written_out.update(write_out(self._gm, stretch, given, self.place))
+                self._written_out.update(write_out(self.module, stretch, given, self.place))
             return self._written_out.pop(n, None)
         return super().run_node(n)
-
-    def fetch_args_kwargs_from_env(self, n: fx.Node) -> Arguments:
-        """The node's arguments, with the program's low dtype replaced by FP32."""
-        arguments, low = super().fetch_args_kwargs_from_env(n), self.place.named
-        return arguments if low is None else in_fp32(n, arguments, low)
 
     def get_attr(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         value = super().get_attr(target, args, kwargs)
@@ -81,8 +75,6 @@ class Replay(fx.Interpreter):
         return value
 
     def call_method(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if (low := self.place.named) is not None:
-            target = method_in_fp32(target, low)
         with known_as_before((args, kwargs)):
             return super().call_method(target, args, kwargs)
 

@@ -22,10 +22,11 @@ from ..lower.islands import has_rnn, pieces
 from ..lower.joint import NO_PASSES, JointPasses, joint_passes
 from ..lower.replayed import replays
 from ..padding.products import product
-from ..planner.target import Target, place_of
+from ..planner.target import place_of
 from ..plans import pipeline
 from ..plans.compile_log import say_nothing_runs_low, say_products_stay
 from ..plans.pipeline import Planned
+from ..rules.policy import Target
 from ..runtime.graph_call import Emitted, constants_of, wrapped
 from ..runtime.repair import Repairable
 from ..scaling import agreement, copies, fit_scale

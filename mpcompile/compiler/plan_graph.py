@@ -17,13 +17,11 @@ from torch import fx
 
 from .. import operators  # noqa: F401  (registers our operators)
 from ..capture.capture import capture
-from ..capture.on_fakes import unseen
-from ..capture.surroundings import Around
+from ..capture.surroundings import Around, unseen
 from ..ir.text import Place, places
-from ..planner.target import Target
 from ..plans import pipeline
 from ..plans.pipeline import Planned
-from ..rules.policy import Config
+from ..rules.policy import Config, Target
 from ..settings import Settings
 from ..torch_inside.names import autocast_off, compile_lock
 
@@ -87,20 +85,15 @@ def plan_graph(
 
 def _config(captured: fx.Graph, facts: Facts, settings: Settings) -> Config:
     """What the passes over a captured graph are told: the settings and the facts."""
-    target, pinned = facts.target, facts.pinned
+    pinned = facts.pinned
     where = places(captured).items() if pinned else ()
     return Config(
+        **vars(facts.target),
         level=settings.level,
-        low=target.low,
-        device=target.device,
         policy=settings.policy,
         repaired={name: pinned[place] for name, place in where if place in pinned},
         scaled=facts.scaled,
         pad=settings.pad,
-        profile=target.profile,
-        promised=target.promised,
-        cores=target.cores,
         copied=facts.copied,
         fuse_head=settings.fuse_head,
-        has_kernel=target.has_kernel,
     )

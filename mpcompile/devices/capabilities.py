@@ -18,8 +18,6 @@ import torch
 
 from .tensor_cores import TensorCores
 
-__all__ = ["Capabilities"]
-
 
 class Capabilities:
     """One device. The device itself is not asked before a method is called.

@@ -17,8 +17,6 @@ import torch
 from .capabilities import Capabilities
 from .torch_faults import SHALLOW_VOLUMES
 
-__all__ = ["CPU", "cpu_flags", "cpu_units", "vectors"]
-
 # CPU flags that stand for a dot-product or tile instruction in some dtype, best first:
 # (architecture prefixes, flag of torch.cpu.get_capabilities(), name, dtype).
 _CPU_UNITS: tuple[tuple[tuple[str, ...], str, str, torch.dtype], ...] = (

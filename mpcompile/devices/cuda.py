@@ -18,8 +18,6 @@ from .capabilities import Capabilities
 from .gpus import GPU
 from .tensor_cores import TensorCores, cuda_matrix_units, cuda_tensor_cores, multiply_in
 
-__all__ = ["CUDA", "AbsentGPU", "ROCm", "cuda_or_rocm", "driver_version"]
-
 _LOW_SUMS = {
     torch.float16: "allow_fp16_reduced_precision_reduction",
     torch.bfloat16: "allow_bf16_reduced_precision_reduction",

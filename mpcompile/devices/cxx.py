@@ -10,8 +10,6 @@ import torch
 
 from ..torch_inside.inductor import cpp_compiler
 
-__all__ = ["GCC_FLAG", "miscopies_tiles", "said", "tuning"]
-
 GCC_FLAG = "-fno-tree-loop-distribute-patterns"
 """A flag of g++'s that costs no time, and cures its copies of tiles (`GCC_MISCOPIES_TILES`)."""
 

@@ -11,8 +11,6 @@ from dataclasses import dataclass
 
 from ..errors import MPCompileError, did_you_mean
 
-__all__ = ["GPU", "GPUS", "gpu"]
-
 
 @dataclass(frozen=True)
 class GPU:

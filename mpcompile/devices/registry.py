@@ -14,16 +14,6 @@ from .capabilities import Capabilities
 from .cpu import CPU
 from .cuda import cuda_or_rocm
 
-__all__ = [
-    "KINDS",
-    "RandomState",
-    "capabilities",
-    "default_device",
-    "is_supported",
-    "supported",
-    "unchanged",
-]
-
 KINDS: dict[str, Callable[[torch.device], Capabilities]] = {"cuda": cuda_or_rocm, "cpu": CPU}
 """The device types that mpcompile compiles for. The first that this machine has is the default."""
 

@@ -10,24 +10,17 @@ import dataclasses
 
 import torch
 
-__all__ = ["TensorCores", "cuda_matrix_units", "cuda_tensor_cores", "multiply_in"]
-
-# (first compute capability, generation, dtypes its Tensor Cores multiply), newest first.
-_GENERATIONS: tuple[tuple[tuple[int, int], str, str], ...] = (
-    ((10, 0), "Blackwell", "FP16, BF16, TF32, FP8, FP4"),
-    ((9, 0), "Hopper", "FP16, BF16, TF32, FP8"),
-    ((8, 9), "Ada", "FP16, BF16, TF32, FP8"),
-    ((8, 0), "Ampere", "FP16, BF16, TF32"),
-    ((7, 5), "Turing", "FP16"),
-    ((7, 0), "Volta", "FP16"),
+# (first compute capability, generation, dtypes its Tensor Cores multiply, dense FP16 FLOP for each
+# byte of memory traffic), newest first.
+_GENERATIONS: tuple[tuple[tuple[int, int], str, str, float], ...] = (
+    ((10, 0), "Blackwell", "FP16, BF16, TF32, FP8, FP4", 281),
+    ((9, 0), "Hopper", "FP16, BF16, TF32, FP8", 295),
+    ((8, 9), "Ada", "FP16, BF16, TF32, FP8", 209),
+    ((8, 0), "Ampere", "FP16, BF16, TF32", 200),
+    ((7, 5), "Turing", "FP16", 203),
+    ((7, 0), "Volta", "FP16", 139),
 )
-
-# (first compute capability, dense FP16 FLOP for each byte of memory traffic), newest first. Before
-# Ampere the number of rows must be aligned, too (cuBLAS).
-_BALANCE: tuple[tuple[tuple[int, int], float], ...] = (
-    ((10, 0), 281), ((9, 0), 295), ((8, 9), 209), ((8, 0), 200), ((7, 5), 203), ((7, 0), 139),
-)  # fmt: skip
-_ROWS_COUNT_BEFORE = (8, 0)
+_ROWS_COUNT_BEFORE = (8, 0)  # before Ampere the number of rows must be aligned, too (cuBLAS)
 # An FP16 product whose rows don't start at multiples of 16 bytes runs at about half speed. The gain
 # from padding GPT-2's vocabulary from 50257 to 50304 agrees with that.
 _SLOWDOWN = 2.0
@@ -60,7 +53,7 @@ def cuda_tensor_cores(capability: tuple[int, int], name: str = "") -> str:
     dotted = f"compute capability {capability[0]}.{capability[1]}"
     if "GTX 16" in name:
         return f"none (GTX 16 series, {dotted})"
-    for first, generation, dtypes in _GENERATIONS:
+    for first, generation, dtypes, _ in _GENERATIONS:
         if capability >= first:
             return f"{dtypes} ({generation}, {dotted})"
     return f"none ({dotted}; they start with Volta, 7.0)"
@@ -73,7 +66,7 @@ def multiply_in(units: str, dtype: torch.dtype) -> bool:
 
 def cuda_matrix_units(capability: tuple[int, int]) -> TensorCores:
     """The sizes that an NVIDIA GPU's Tensor Cores require, by its compute capability."""
-    for first, balance in _BALANCE:
+    for first, *_, balance in _GENERATIONS:
         if capability >= first:
             rows = capability < _ROWS_COUNT_BEFORE
             return TensorCores(rows=rows, slowdown=_SLOWDOWN, balance=balance)

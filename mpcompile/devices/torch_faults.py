@@ -12,20 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .cxx import GCC_FLAG
-
-__all__ = [
-    "FAULTS",
-    "GCC_FLAG",
-    "GCC_MISCOPIES_TILES",
-    "MAXIMA_DECLARED_TWICE",
-    "POOLS_COUNT_OTHERWISE",
-    "SCHEDULER_FORGETS_WRITES",
-    "SHALLOW_VOLUMES",
-    "WRITTEN_INPUT_KEPT",
-    "ZEROS_ARE_REUSED",
-    "TorchFault",
-]
+from .cxx import GCC_FLAG as GCC_FLAG
 
 
 @dataclass(frozen=True)

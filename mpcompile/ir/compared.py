@@ -54,13 +54,12 @@ def compared(graph: fx.Graph) -> Iterator[tuple[fx.Node, fx.Node]]:
 def _values(node: fx.Node) -> Iterator[fx.Node]:
     row = rule(node)
     if row.finds and _looks_again(node):
-        places = rules.found_args(node.target)
-        for operand in _operands(node, places):
+        for operand in _operands(node, rules.places(node.target, row.finds)):
             everything = _picked_from(operand)
             if any(map(requires_grad, everything)):
                 yield from _nearest(operand, everything)
     if row.compares:
-        operands = _operands(node, rules.compared_args(node.target))
+        operands = _operands(node, rules.places(node.target, row.compares))
         for one, other in combinations(dict.fromkeys(operands), 2):
             shared = _picked_from(one) & _picked_from(other)
             for operand in (one, other) if shared else ():

@@ -42,7 +42,7 @@ def _digits_of(node: fx.Node) -> Iterable[fx.Node]:
         return [operand for _, operand in float_args(node)]
     if rule(node).converts and not _keeps_more(node):
         return ()
-    wanted = rules.digit_args(node.target)
+    wanted = rules.places(node.target, rule(node).digits)
     return [operand for position, operand in float_args(node) if position in wanted]
 
 

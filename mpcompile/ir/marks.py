@@ -1,18 +1,22 @@
-"""The decision about each node, and the notes that passes leave on nodes for later passes."""
+"""The decision about each node, and the notes that passes leave on nodes for later passes; and pins
+of what feeds an operator that would make more of its rounding.
+"""
 
 from __future__ import annotations
 
 import enum
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import fx
 
 from ..rules.policy import Precision
 from .shapes import Alignment, Padding
-from .values import aten
+from .values import aten, float_args
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, eq=False)
@@ -142,79 +146,65 @@ def set_mark(node: fx.Node, value: Mark) -> None:
     node.meta["mp"] = value
 
 
-def set_mutable(node: fx.Node) -> None:
-    """Note that some node writes this value's memory: each use needs a cast of its own, made just
-    before it, never a shared one.
-    """
-    node.meta["mp_mutable"] = True
+# -- notes for later passes -----------------------------------------------------------------------
 
 
-def set_copy(node: fx.Node, *, of: int) -> None:
-    """Note that this input is the working copy, in the low dtype, of the parameter that is the
-    caller's input `of`.
-    """
-    node.meta["mp_copy"] = of
+class Note(Generic[T]):
+    """Something that is noted on nodes: called with a node, it gives what is, or None."""
+
+    def __init__(self, entry: str) -> None:
+        self._entry = entry
+
+    def __call__(self, node: fx.Node) -> T | None:
+        return node.meta.get(self._entry)
+
+    def set(self, node: fx.Node, value: T) -> None:
+        node.meta[self._entry] = value
 
 
-def copy_of(node: fx.Node) -> int | None:
-    """The number of the input of which this one is the working copy, or None."""
-    return node.meta.get("mp_copy")
+is_mutable = Note[bool]("mp_mutable")
+"""Some node writes this value's memory: each use needs a cast of its own, made just before it,
+never a shared one."""
 
+copy_of = Note[int]("mp_copy")
+"""The input is the working copy, in the low dtype, of the parameter that is the caller's input of
+this number."""
 
-def is_mutable(node: fx.Node) -> bool:
-    return "mp_mutable" in node.meta
+is_stored_low = Note[bool]("mp_stored_low")
+"""The node computes in FP32, but all its readers get its result rounded to `low`."""
 
+is_inner_gradient = Note[bool]("mp_inner_gradient")
+"""The node is a part of a backward that the program runs inside of itself."""
 
-def set_stored_low(node: fx.Node) -> None:
-    """Note that the node computes in FP32, but all its readers get its result rounded to `low`."""
-    node.meta["mp_stored_low"] = True
+min_cut = Note[Any]("mp_min_cut")
+"""The planner's `MinimumCut` that decided the node, or whether its result is rounded; None: the
+planner had nothing to decide."""
 
+alignment = Note[Alignment]("mp_alignment")
+"""The decision about the dims of a product; None: the node is none."""
 
-def is_stored_low(node: fx.Node) -> bool:
-    return "mp_stored_low" in node.meta
-
-
-def set_inner_gradient(node: fx.Node) -> None:
-    """Note that the node is a part of a backward that the program runs inside of itself."""
-    node.meta["mp_inner_gradient"] = True
-
-
-def is_inner_gradient(node: fx.Node) -> bool:
-    return "mp_inner_gradient" in node.meta
-
-
-def set_min_cut(node: fx.Node, value: Any) -> None:
-    """Note the planner's `MinimumCut` that decided the node, or whether its result is rounded."""
-    node.meta["mp_min_cut"] = value
-
-
-def min_cut(node: fx.Node) -> Any:
-    """What `set_min_cut` noted, or None where the planner had nothing to decide."""
-    return node.meta.get("mp_min_cut")
-
-
-def set_alignment(node: fx.Node, value: Alignment) -> None:
-    node.meta["mp_alignment"] = value
-
-
-def alignment(node: fx.Node) -> Alignment | None:
-    """The decision about the dims of a product, or None for other nodes."""
-    found: Alignment | None = node.meta.get("mp_alignment")
-    return found
-
-
-def set_padding(node: fx.Node, value: Padding) -> None:
-    node.meta["mp_padding"] = value
-
-
-def padding(node: fx.Node) -> Padding | None:
-    """The padded shapes of the node's operands and result, or None: they are as captured."""
-    found: Padding | None = node.meta.get("mp_padding")
-    return found
+padding = Note[Padding]("mp_padding")
+"""The padded shapes of the node's operands and result; None: they are as captured."""
 
 
 def remark(node: fx.Node, **changes: Any) -> None:
     node.meta["mp"] = replace(node.meta["mp"], **changes)
+
+
+def pin_producers(reader: fx.Node, reason: str, *, products: bool) -> None:
+    """Make FULL what the node reads, up through FOLLOW nodes to the first LOW one on each path;
+    with `products` that one, too. The user's policy is not overruled.
+    """
+    wanted = (Precision.FOLLOW, Precision.LOW) if products else (Precision.FOLLOW,)
+    pending = [node for _, node in float_args(reader)]
+    while pending:
+        node = pending.pop()
+        decided = precision(node)
+        if decided not in wanted or mark(node).by is By.POLICY:
+            continue
+        remark(node, precision=Precision.FULL, by=By.GUARD, reason=reason)
+        if decided is Precision.FOLLOW:
+            pending += node.all_input_nodes
 
 
 def stands_for(node: fx.Node, program: fx.Node) -> None:

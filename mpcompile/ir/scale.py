@@ -158,15 +158,9 @@ class ScaleState:
 
 
 SAVED_FIELDS = tuple(f.name for f in dataclasses.fields(ScaleState) if f.compare)
+_DTYPES = {"float": torch.float32, "int": torch.int64, "bool": torch.bool}
 # The fields of a `ScaleState`, and their dtypes where they are tensors.
-STATE_DTYPES = {
-    "scale": torch.float32,
-    "good_steps": torch.int64,
-    "overflows_left": torch.int64,
-    "skipped_steps": torch.int64,
-    "hit": torch.bool,
-    "floor": torch.bool,
-}
+STATE_DTYPES = {f.name: _DTYPES[str(f.type)] for f in dataclasses.fields(ScaleState)}
 
 
 def updated(rule: ScaleRule, state: ScaleState, overflow: _Flag) -> ScaleState:

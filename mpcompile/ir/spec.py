@@ -1,4 +1,5 @@
 """What must hold after each pass of the pipeline. `verify` raises where a pass broke its promise.
+`AsPlanned` runs a graph, and refuses to go on where a value has another dtype than the graph says.
 
 These are internal invariants: a failure is a bug of mpcompile, never the user's. The backend then
 compiles the graph unchanged and says so, rather than run a graph that may be wrong.
@@ -15,6 +16,7 @@ import torch
 from torch import fx
 
 from .. import ir, rules
+from ..errors import CannotRewrite
 from ..rules.policy import Precision
 from . import units
 
@@ -126,10 +128,6 @@ def _regions_folded(gm: fx.GraphModule) -> Iterator[str]:
             yield f"{node.name} still stands in an inlined checkpoint"
 
 
-def _units_agree(gm: fx.GraphModule, history: Recorded) -> Iterator[str]:
-    yield from units.complaints(gm, history)
-
-
 def _tracked_as_captured(gm: fx.GraphModule, history: Recorded) -> Iterator[str]:
     """No path of a gradient is cut: autograd tracks every value that it tracked in the program."""
     inputs = gm.graph.find_nodes(op="placeholder")
@@ -168,7 +166,7 @@ PROMISES = (
     Promise(_lanes_as_planned, since="place_pads", until="clean"),
     # These three read autograd's history of the flat graph, so they come before `outline`.
     Promise(_results_share_as_captured, since="copy_overlaps", until="clean", costly=True),
-    Promise(_units_agree, since="scale_gradients", until="clean", costly=True),
+    Promise(units.complaints, since="scale_gradients", until="clean", costly=True),
     Promise(_tracked_as_captured, since="functionalize", until="clean", costly=True),
     Promise(_regions_folded, since="outline", until="outline"),
 )
@@ -202,3 +200,21 @@ def verify(gm: fx.GraphModule, stage: str, order: Sequence[str]) -> None:
     if complaints:
         more = f" (and {len(complaints) - 3} more)" if len(complaints) > 3 else ""
         raise SpecError(f"after {stage}: {'; '.join(complaints[:3])}{more}")
+
+
+class AsPlanned(fx.Interpreter):
+    """Runs a graph node by node.
+
+    Raises:
+        CannotRewrite: a node's result has another dtype than its value in the graph. So something
+            around the run, as an autocast region, changes what the passes decided.
+    """
+
+    def run_node(self, n: fx.Node) -> Any:
+        result = super().run_node(n)
+        planned = n.meta.get("val")
+        if not isinstance(result, torch.Tensor) or not isinstance(planned, torch.Tensor):
+            return result
+        if result.dtype is not planned.dtype:
+            raise CannotRewrite(f"{n.name} is {result.dtype}, was planned as {planned.dtype}")
+        return result

@@ -22,7 +22,8 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
+from graphlib import TopologicalSorter
 from typing import Any
 from unittest import mock
 
@@ -207,9 +208,10 @@ def complaints(gm: fx.GraphModule, recorded: Callable[[], History]) -> Iterator[
     for root in history.roots():
         arriving[root].add(0)
     wanted = {history.inputs[n]: int(ir.copy_of(n) is not None) for n in history.inputs}
-    names = {grad_fn: node.name for node, grad_fn in history.inputs.items()}
-    for grad_fn in _in_order(list(arriving), stop=wanted.keys()):
-        where = names.get(grad_fn) or _name(history.origin.get(grad_fn), grad_fn)
+    names = {grad_fn: node.name for grad_fn, node in history.origin.items()}
+    names |= {grad_fn: node.name for node, grad_fn in history.inputs.items()}
+    for grad_fn in _in_order([*arriving], stop=wanted.keys()):
+        where = names.get(grad_fn) or grad_fn.name()
         units = arriving[grad_fn]
         if len(units) > 1:
             yield f"gradients with and without the loss scale are added at {where}"
@@ -249,35 +251,19 @@ def _check_names() -> None:
         )
 
 
-def _in_order(roots: list[GradFn], stop: Any) -> Iterator[GradFn]:
+def _in_order(roots: Iterable[GradFn], stop: Collection[GradFn]) -> Iterator[GradFn]:
     """The nodes of autograd's graph, each after all nodes that pass gradients to it."""
-    waiting: dict[GradFn, int] = defaultdict(int)
-    found, queue = set(roots), list(roots)
-    while queue:
-        grad_fn = queue.pop()
-        for parent in _parents(grad_fn, stop):
-            waiting[parent] += 1
+    order, found = TopologicalSorter[GradFn](), dict.fromkeys(roots)
+    for grad_fn in (work := list(found)):  # the list grows as it is read
+        order.add(grad_fn)
+        for parent, _ in () if grad_fn in stop else grad_fn.next_functions:
+            if parent is None:
+                continue
+            order.add(parent, grad_fn)
             if parent not in found:
-                found.add(parent)
-                queue.append(parent)
-    ready = [root for root in roots if not waiting[root]]
-    while ready:
-        grad_fn = ready.pop()
-        yield grad_fn
-        for parent in _parents(grad_fn, stop):
-            waiting[parent] -= 1
-            if not waiting[parent]:
-                ready.append(parent)
-
-
-def _parents(grad_fn: GradFn, stop: Any) -> list[GradFn]:
-    if grad_fn in stop:
-        return []
-    return [parent for parent, _ in grad_fn.next_functions if parent is not None]
-
-
-def _name(node: fx.Node | None, grad_fn: GradFn) -> str:
-    return node.name if node is not None else str(grad_fn.name())
+                found[parent] = None
+                work.append(parent)
+    return iter(order.static_order())
 
 
 def twin(value: Any, *, tracked: bool) -> Any:

@@ -17,8 +17,8 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 from .. import ir
 from ..errors import CannotRewrite
 from ..ir import aten
-from ..ir.as_planned import AsPlanned
 from ..ir.fakes import like
+from ..ir.spec import AsPlanned
 from ..ir.step_config import Slot
 from ..lower.inference import Function, compile_inference, options_for_joins
 from ..lower.write_order import inductor_for

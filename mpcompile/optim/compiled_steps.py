@@ -80,17 +80,10 @@ class CompiledSteps:
         self._patterns = 0  # for how many something was traced
         self._mixes = False  # whether what is done to a parameter depends on others
 
-    def find(self, key: StepKey) -> CompiledStep | None:
-        """The step that was compiled for this key."""
-        return self._steps.get(key)
-
-    def compiled(
-        self, key: StepKey, known: CompiledStep | None, part: Optimizer
-    ) -> CompiledStep | None:
-        """Compile a step for a key.
+    def compiled(self, last: LastKey, part: Optimizer) -> CompiledStep | None:
+        """The compiled step of a key: the one that was compiled for it, if it holds, or a new one.
 
         Args:
-            known: the one that was compiled for it and doesn't hold any more, or None.
             part: the optimizer; of ZeRO, that with this rank's param groups alone.
 
         Returns:
@@ -100,6 +93,9 @@ class CompiledSteps:
         Raises:
             CannotRewrite: it can't be traced at all.
         """
+        key, known = last.key, last.step or self._steps.get(last.key)
+        if known is not None and known.rests_on.holds(part):
+            return known
         start, why, before = time.perf_counter(), _why(part, known, self._steps), self.compilations
         for old in (known, self._kinds):
             if old is not None:  # a setting that changed may change again: an input now

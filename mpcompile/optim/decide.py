@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
@@ -40,12 +40,20 @@ _TOTAL = Slot("total")
 _SMALL = 1 << 12  # elements: a larger copy takes longer than what it saves
 
 
-def norms_of(gradients: Sequence[torch.Tensor], config: StepConfig) -> dict[Slot, torch.Tensor]:
-    """Norms of all gradients as a decision takes them, a vector for each of `StepConfig.alike`."""
-    return {
-        Slot("norms", i): torch.stack(_norms([gradients[k] for k in some], config))
-        for i, some in enumerate(config.alike.values())
-    }
+def norms_of(
+    gradients: Sequence[torch.Tensor], config: StepConfig, joined: Collection[int] = ()
+) -> dict[Slot, torch.Tensor]:
+    """Norms of all gradients as a decision takes them, a vector for each of `StepConfig.alike`. Of
+    those in `joined` (by number) of one kind there is one: a copy of all takes less time than a
+    call for each.
+    """
+    found: dict[Slot, torch.Tensor] = {}
+    for i, some in enumerate(config.alike.values()):
+        taken = [gradients[k] for k in some if k not in joined]
+        if small := [gradients[k] for k in some if k in joined]:
+            taken.append(torch.cat(small))
+        found[Slot("norms", i)] = torch.stack(_norms(taken, config))
+    return found
 
 
 def _norms(gradients: list[torch.Tensor], config: StepConfig) -> list[torch.Tensor]:
@@ -130,11 +138,7 @@ class Decision:
         listed: bool = False,
     ) -> None:
         self._config, self._listed = config, listed
-        joined = {k for k, shape in enumerate(shapes) if len(shape) == 1 and shape[0] <= _SMALL}
-        self._kinds = [
-            ([k for k in some if k not in joined], [k for k in some if k in joined])
-            for some in config.alike.values()
-        ]
+        self._joined = {k for k, s in enumerate(shapes) if len(s) == 1 and s[0] <= _SMALL}
         self.is_needed = config.checked or config.clipped
         self._held = {slot: held[slot] for slot in written_by_decision(config)}
         self._program: Program | None = None
@@ -156,13 +160,7 @@ class Decision:
         if self._listed:
             norms = _norms([*gradients], self._config)
             return {Slot("norm", k): norm for k, norm in enumerate(norms)}
-        found: dict[Slot, torch.Tensor] = {}
-        for i, (large, small) in enumerate(self._kinds):
-            some = [gradients[k] for k in large]
-            if small:  # a copy of all takes less time than a call for each
-                some.append(torch.cat([gradients[k] for k in small]))
-            found[Slot("norms", i)] = torch.stack(_norms(some, self._config))
-        return found
+        return norms_of(gradients, self._config, self._joined)
 
     def run(self, fresh: _Values) -> None:
         """Decide, and write what is decided to the tensors that are held.
@@ -227,13 +225,9 @@ def _agree(config: StepConfig, known: _Values) -> dict[Slot, torch.Tensor]:
     # FP64 holds the square of every FP32 norm.
     wide = [known[slot].to(torch.float64) for slot in own]
     wide = [w * w if slot == _TOTAL else w for slot, w in zip(own, wide, strict=True)]
-    functional = torch.ops._c10d_functional  # there only if torch was built with distributed
-    sums = torch.stack(wide).to(config.ranks.device)  # parameters FSDP may keep on the host
-    for group in config.ranks.groups:
-        sums = functional.wait_tensor(functional.all_reduce(sums, "sum", group))
     return {
         slot: s.sqrt().to(known[slot].dtype) if slot == _TOTAL else s > 0
-        for slot, s in zip(own, sums.to(wide[0].device).unbind(), strict=True)
+        for slot, s in zip(own, config.ranks.sum(torch.stack(wide)).unbind(), strict=True)
     }
 
 

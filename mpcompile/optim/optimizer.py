@@ -30,7 +30,6 @@ from .reports import Results, held_by
 from .rests_on import of_key
 from .saved import SavedScales, counters_on_host, load_checked, saved
 from .shadow import HOOKS
-from .step import CompiledStep
 from .trace_context import raw_step, untraced
 
 
@@ -192,7 +191,8 @@ class MPOptimizer(Optimizer):
         if not known.key.members:
             return
         try:
-            step = None if is_op_by_op() or self.left is not None else self._compiled(known)
+            by_operator = is_op_by_op() or self.left is not None
+            step = None if by_operator else self._steps.compiled(known, self._part)
         except CannotRewrite as error:
             self._leave(error, known)
         else:
@@ -247,14 +247,6 @@ class MPOptimizer(Optimizer):
             )
         self._last = LastKey(key, of_key(self._inner, key.scales, sharded=sharded))
         return self._last
-
-    def _compiled(self, known: LastKey) -> CompiledStep | None:
-        """The compiled step of this key; None if it must run operator by operator this time."""
-        key, part = known.key, self._part
-        step = known.step or self._steps.find(key)
-        if step is not None and step.rests_on.holds(part):
-            return step
-        return self._steps.compiled(key, step, part)
 
     @property
     def compilations(self) -> int:

@@ -36,10 +36,11 @@ from .. import ir
 from ..errors import CannotRewrite, in_one_line
 from ..ir import aten
 from ..ir.step_config import Slot
-from ..torch_inside.names import DataDependentOutputException
+from ..torch_inside.dynamo import compile_session
+from ..torch_inside.names import DataDependentOutputException, autocast_off
 from .members import Inputs, Member, Setting
 from .shadow import Shadow
-from .trace_context import tracing
+from .trace_context import items_stay_tensors
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,7 @@ def trace(
         shadow.run(dict(zip(inputs.values, values, strict=True)))
         return ()
 
-    with tracing(type(optimizer)):
+    with compile_session(), items_stay_tensors(type(optimizer)), torch.no_grad(), autocast_off():
         gm = _functional(step, [*inputs.values.values()])
     for node, slot in zip(gm.graph.find_nodes(op="placeholder"), inputs.values, strict=True):
         ir.set_slot(node, slot)

@@ -1,4 +1,4 @@
-"""The context in which a step is traced: numbers stay tensors."""
+"""The context in which a step is traced: numbers stay tensors. And a step without wrappers."""
 
 from __future__ import annotations
 
@@ -13,19 +13,10 @@ import torch
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
-from ..torch_inside.dynamo import compile_session
-from ..torch_inside.names import autocast_off
 from ..torch_inside.optimizers import without_wrappers
 from ..torch_inside.replace import Spot, put
 
 F = TypeVar("F", bound=Callable[..., Any])
-
-
-@contextlib.contextmanager
-def tracing(cls: type[Optimizer]) -> Iterator[None]:
-    """The context for tracing the step of an optimizer of this class, in a compile session."""
-    with compile_session(), _items_stay_tensors(cls), torch.no_grad(), autocast_off():
-        yield
 
 
 def untraced(method: F) -> F:
@@ -43,7 +34,7 @@ def raw_step(cls: type[Optimizer]) -> Callable[..., Any]:
 
 
 @contextlib.contextmanager
-def _items_stay_tensors(cls: type[Optimizer]) -> Iterator[None]:
+def items_stay_tensors(cls: type[Optimizer]) -> Iterator[None]:
     """Make `.item()` return the 0-d tensor, and `min` and `max` in the file of `cls` take tensors,
     in this thread.
 

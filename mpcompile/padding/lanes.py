@@ -26,7 +26,7 @@ from torch.fx.node import map_aggregate
 from .. import ir
 from ..ir import aten
 from ..ir.shapes import Lanes, Path, Size
-from ..rules.labels import DIMS
+from ..rules.rule import DIMS
 from ..torch_inside.names import autocast_off
 
 DimLanes = Mapping[int, Lanes]  # dimension -> the lanes at its end

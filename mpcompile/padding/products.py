@@ -18,7 +18,7 @@ from torch import fx
 
 from .. import ir
 from ..ir.shapes import Labels, Path, Product, Size
-from ..rules.labels import NAMED, signature
+from ..rules.rule import NAMED, signature
 from ..torch_inside.graphs import schema
 
 _GEMM_DIMS = ("batch", "m", "n", "k")

@@ -8,42 +8,17 @@ A plan depends on no other facts of the device, nor on where tensors lie while t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import fx
 
 from .. import profile
 from ..devices.capabilities import Capabilities
 from ..devices.registry import capabilities, is_supported
-from ..devices.tensor_cores import TensorCores
 from ..errors import CannotRewrite
 from ..rules import kernels
-
-__all__ = ["Target", "device_of", "place_of", "target_of"]
-
-
-@dataclass(frozen=True)
-class Target:
-    """One device with one low dtype. The attributes are those of `policy.Config`.
-
-    Attributes:
-        device: its name in plans.
-        low: torch.float16 or torch.bfloat16.
-        profile: the times of products there, or None: the user has named `low`, or none is known.
-        promised: whether products that the profile doesn't cover are assumed faster in `low`.
-        cores: the sizes that its matrix units require of dimensions.
-        has_kernel: `(node) -> bool`: whether the node's operator runs in `low` there.
-    """
-
-    device: torch.device
-    low: torch.dtype
-    profile: profile.Profile | None
-    promised: bool
-    cores: TensorCores
-    has_kernel: Callable[[fx.Node], bool]
+from ..rules.policy import Target
 
 
 def target_of(of: torch.device | Capabilities, dtype: torch.dtype | None) -> Target:

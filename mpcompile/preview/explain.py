@@ -26,10 +26,9 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from .. import ir
 from .._version import __version__
 from ..api import matched_nothing
-from ..capture.autocast_region import noting_regions
 from ..capture.breaks import users_frame, why_it_ends
 from ..capture.provenance import names_in
-from ..capture.surroundings import around_now
+from ..capture.surroundings import around_now, noting_regions
 from ..compiler.backend import planned_or_why, why_left
 from ..compiler.plan_graph import Facts, Planned
 from ..compiler.training import scale_for
@@ -41,12 +40,12 @@ from ..ir.inputs import FOUND, SCALE
 from ..lower.emitter import emit
 from ..lower.joint import NO_PASSES, JointPasses, joint_passes
 from ..lower.tracing_settings import settings_for, traced_with
-from ..planner.target import Target, device_of, place_of, target_of
+from ..planner.target import device_of, place_of, target_of
 from ..planner.times import ATTENTION
 from ..plans.graph_plan import GraphPlan, plan_of_left
 from ..plans.model_plan import ModuleLine, OutsideLine, Plan
 from ..plans.partitioned import Partitioned
-from ..rules.policy import Level, Policy
+from ..rules.policy import Level, Policy, Target
 from ..runtime.check_module import check_call, check_module
 from ..runtime.compile_apart import compiled_apart, nothing_compiled
 from ..runtime.half_inputs import widened, widens_inputs

@@ -19,8 +19,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-__all__ = ["Calls", "Point", "build", "points"]
-
 aten = torch.ops.aten
 
 # -- sizes -----------------------------------------------------------------------------------------

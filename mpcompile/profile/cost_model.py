@@ -16,15 +16,13 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from ..errors import MPCompileError, did_you_mean
-
-__all__ = ["DTYPES", "KINDS", "Profile", "Sample", "flops"]
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """What a profile may hold samples of."""
@@ -137,7 +135,8 @@ class Sample:
     def __post_init__(self) -> None:
         names = _kind(self.kind).dims
         if self.dtype not in DTYPES:
-            raise MPCompileError(f"sample of {self.dtype}: known are {_names(DTYPES)}")
+            known = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
+            raise MPCompileError(f"sample of {self.dtype}: known are {known}")
         if len(self.dims) != len(names) or any(size < 1 for size in self.dims):
             raise MPCompileError(f"sample of {self.kind}: dims {self.dims} for {', '.join(names)}")
         if not (0 < self.forward <= self.total < math.inf):
@@ -301,7 +300,3 @@ def _kind(name: str) -> _Kind:
             f"unknown kind {name!r}: a profile knows {', '.join(KINDS)}{did_you_mean(name, KINDS)}"
         )
     return KINDS[name]
-
-
-def _names(dtypes: Iterable[torch.dtype]) -> str:
-    return ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)

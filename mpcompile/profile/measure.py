@@ -17,19 +17,18 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from .. import logs
+from ..devices.capabilities import Capabilities
 from ..devices.registry import capabilities
 from ..errors import MPCompileError
 from . import calls
 from .calls import Point
 from .cost_model import DTYPES, Profile, Sample, flops
 from .store import empty_profile
-
-__all__ = ["measure"]
 
 ROUNDS = 50  # at most; with more, the fastest is hardly faster
 WARM_UPS = 3
@@ -65,7 +64,7 @@ def measure(
         alone = not can.asynchronous and torch.get_num_threads() == 1
         clock = time.process_time if alone else time.perf_counter
     ordered = sorted(points or calls.points(large=can.large_sizes), key=_work)
-    timer = _Timer(device, clock, dtypes, build)
+    timer = _Timer(can, clock, dtypes, build)
     deadline = clock() + seconds
     samples: list[Sample] = []
     for done, point in enumerate(ordered):
@@ -84,20 +83,14 @@ def measure(
     return profile
 
 
+@dataclass
 class _Timer:
-    def __init__(
-        self,
-        device: torch.device,
-        clock: Callable[[], float],
-        dtypes: Sequence[torch.dtype],
-        build: Callable[[Point, torch.dtype, torch.device], calls.Calls],
-    ) -> None:
-        self.device, self.can = device, capabilities(device)
-        self.clock = clock
-        self.dtypes = dtypes
-        self.build = build
-        # (kind, dtype) -> its times over those of the first dtype, at the sizes tried so far
-        self.ratios: dict[tuple[str, torch.dtype], list[float]] = {}
+    can: Capabilities
+    clock: Callable[[], float]
+    dtypes: Sequence[torch.dtype]
+    build: Callable[[Point, torch.dtype, torch.device], calls.Calls]
+    # (kind, dtype) -> its times over those of the first dtype, at the sizes tried so far
+    ratios: dict[tuple[str, torch.dtype], list[float]] = field(default_factory=dict)
 
     def point(self, point: Point, share: float) -> list[Sample]:
         """Measure one size in every dtype that takes at most its share of the time."""
@@ -138,7 +131,7 @@ class _Timer:
             if ratios and min(ratios[-2:]) * reference > limit:
                 return None
         try:
-            made = self.build(point, dtype, self.device)
+            made = self.build(point, dtype, self.can.device)
             cost = self._block(made.both, 1)
             # The first call also chooses a kernel, and a busy machine may slow down any call.
             for _ in range(WARM_UPS if cost <= 20 * limit else 0):

@@ -32,14 +32,11 @@ from ..devices.registry import capabilities, supported
 from ..errors import MPCompileError, MPCompileWarning, did_you_mean
 from .cost_model import DTYPES, MEASURED, ORIGINS, Profile, Sample
 
-__all__ = ["VARIABLE", "builtin", "cache_path", "empty_profile", "load", "read", "write"]
-
 VARIABLE = "MPCOMPILE_PROFILE"
 """Environment variable: the path of a profile to use, or `"none"` to use none."""
 
 FORMAT = 1
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
-_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 _loaded: dict[Path, Profile | None] = {}  # None: missing or unusable
 
@@ -202,7 +199,7 @@ def _text(profile: Profile) -> str:
 def _row(sample: Sample) -> dict[str, Any]:
     row = {f.name: getattr(sample, f.name) for f in dataclasses.fields(Sample)}
     rounded = {name: float(f"{row[name]:.4g}") for name in ("forward", "total")}
-    return {**row, **rounded, "dtype": _NAMES[sample.dtype]}
+    return {**row, **rounded, "dtype": str(sample.dtype).removeprefix("torch.")}
 
 
 def _parse(text: str) -> Profile:

@@ -45,7 +45,7 @@ def has_kernel(node: fx.Node, low: torch.dtype, device: torch.device) -> bool:
         return True
     key = (target, low, device.type, _signature(node))
     if key not in _answers:
-        _answers[key] = _runs(node, target, low, device)
+        _answers[key] = _runs(node, low, device)
     return _answers[key]
 
 
@@ -63,24 +63,20 @@ def _signature(node: fx.Node) -> str:
     return str(map_aggregate((node.args, node.kwargs), part))
 
 
-def _runs(node: fx.Node, target: OpOverload, low: torch.dtype, device: torch.device) -> bool:
+def _runs(node: fx.Node, low: torch.dtype, device: torch.device) -> bool:
     for cap, tracked in _TRIES:
-        if _is_accepted(node, target, low, device, cap, tracked):
+        if _is_accepted(node, low, device, cap, tracked):
             return True
-        if _is_accepted(node, target, torch.float32, device, cap, tracked):
+        if _is_accepted(node, torch.float32, device, cap, tracked):
             return False
     return False
 
 
 def _is_accepted(
-    node: fx.Node,
-    target: OpOverload,
-    dtype: torch.dtype,
-    device: torch.device,
-    cap: int | None,
-    tracked: bool,
+    node: fx.Node, dtype: torch.dtype, device: torch.device, cap: int | None, tracked: bool
 ) -> bool:
     """Whether the operator runs on samples of this dtype; forward and backward if `tracked`."""
+    target: Any = node.target
 
     def sample(argument: Any, position: int) -> Any:
         used = dtype if castable(target, position) else torch.float32

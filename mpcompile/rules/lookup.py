@@ -11,10 +11,9 @@ import torch
 from ..errors import MPCompileError, did_you_mean
 from ..torch_inside.graphs import overload_name, schema
 from ..torch_inside.names import HigherOrderOperator, OpOverload
-from .labels import DIMS, NAMED, signature
 from .op_names import op_exists, op_key
 from .policy import Precision
-from .rule import UNKNOWN, Recurrent, Rule
+from .rule import DIMS, NAMED, UNKNOWN, Recurrent, Rule, signature
 from .table import TABLE
 
 _REGISTERED: dict[str, Rule] = {}
@@ -52,27 +51,7 @@ def rule_named(name: str) -> Rule:
 
 def castable(op: object, position: int) -> bool:
     """Whether the argument at this position may be passed in another dtype."""
-    return position not in _places(op, rule_for(op).uncast)
-
-
-def masked_args(op: object) -> frozenset[int]:
-    """Positions of the arguments that hold an additive mask."""
-    return _places(op, rule_for(op).masks)
-
-
-def digit_args(op: object) -> frozenset[int]:
-    """Positions of the arguments of which every digit counts."""
-    return _places(op, rule_for(op).digits)
-
-
-def compared_args(op: object) -> frozenset[int]:
-    """Positions of the arguments whose elements are compared with those of one another."""
-    return _places(op, rule_for(op).compares)
-
-
-def found_args(op: object) -> frozenset[int]:
-    """Positions of the arguments in which its backward finds the result again."""
-    return _places(op, rule_for(op).finds)
+    return position not in places(op, rule_for(op).uncast)
 
 
 def written_args(op: object) -> frozenset[int]:
@@ -84,7 +63,7 @@ def written_args(op: object) -> frozenset[int]:
         for i, argument in enumerate(schema(op).arguments)
         if argument.alias_info is not None and argument.alias_info.is_write
     }
-    return frozenset(declared) | _places(op, rule_for(op).writes)
+    return frozenset(declared) | places(op, rule_for(op).writes)
 
 
 def register_rule(op: object, precision: Precision | str, why: str, **facts: Any) -> None:
@@ -129,8 +108,10 @@ def _row(key: str) -> Rule:
 
 
 @functools.cache
-def _places(op: object, names: str) -> frozenset[int]:
-    """Positions of some arguments, given by their names in the operator's schema."""
+def places(op: object, names: str) -> frozenset[int]:
+    """Positions of some arguments, given by their names in the operator's schema, as facts of its
+    rule do: `places(op, rule_for(op).digits)`.
+    """
     if not names or not isinstance(op, OpOverload):
         return frozenset()
     wanted = names.split()

@@ -61,16 +61,11 @@ _DTYPE_WORDS = {
     **dict.fromkeys(("bf16", "bf16-mixed"), torch.bfloat16),
 }
 
-# The words for a precision in `Policy(modules=..., nodes=...)`.
+# The words for a precision in `Policy(modules=..., nodes=...)`. One of a dtype also names that,
+# whatever dtype the rest of the graph runs in.
 _WORDS = {
-    "fp32": Precision.FULL,
-    "float32": Precision.FULL,
-    "full": Precision.FULL,
-    "low": Precision.LOW,
-    "fp16": Precision.LOW,
-    "float16": Precision.LOW,
-    "bf16": Precision.LOW,
-    "bfloat16": Precision.LOW,
+    **dict.fromkeys(("fp32", "float32", "full"), Precision.FULL),
+    **dict.fromkeys(("low", "fp16", "float16", "bf16", "bfloat16"), Precision.LOW),
     "keep": Precision.KEEP,
 }
 
@@ -98,14 +93,6 @@ def parse_dtype(dtype: torch.dtype | str) -> torch.dtype | None:
         raise unknown_dtype(dtype, [*_DTYPE_WORDS, "auto"])
     return _DTYPE_WORDS[word]
 
-
-# Words for LOW that also name the dtype, whatever dtype the rest of the graph runs in.
-_DTYPES = {
-    "fp16": torch.float16,
-    "float16": torch.float16,
-    "bf16": torch.bfloat16,
-    "bfloat16": torch.bfloat16,
-}
 
 # The words that a policy is printed and saved in.
 _SPELLED = {
@@ -195,10 +182,10 @@ class Policy:
             }
             object.__setattr__(self, name, parsed)
         dtypes = {
-            (name, key): _DTYPES[str(word).lower()]
+            (name, key): _DTYPE_WORDS[str(word).lower()]
             for name, table in (("modules", modules), ("nodes", nodes))
             for key, word in (table or {}).items()
-            if str(word).lower() in _DTYPES
+            if str(word).lower() in _DTYPE_WORDS
         }
         object.__setattr__(self, "low_dtypes", dtypes)
         object.__setattr__(self, "reasons", {})
@@ -301,37 +288,47 @@ def around(path: str) -> list[str]:
     return [".".join(words[:count]) for count in range(len(words) - 1, 0, -1)]
 
 
-@dataclass(frozen=True)
-class Config:
-    """The settings of one compilation, as every pass sees them.
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """One device with one low dtype: all that a plan depends on of a device.
+
+    Attributes:
+        device: where the graph's parameters live; plans name it.
+        low: the low number format, torch.float16 or torch.bfloat16.
+        profile: the times of products there, in the low dtype and in FP32; None: the user has named
+            `low`, or none is known.
+        promised: whether products that the profile doesn't cover are assumed faster in `low`.
+        cores: the sizes that its matrix units require of dimensions.
+        has_kernel: `(node) -> bool`: whether the node's operator has a kernel in `low` there.
+    """
+
+    device: torch.device
+    low: torch.dtype
+    profile: Profile | None = None
+    promised: bool = True
+    cores: TensorCores = TensorCores()
+    has_kernel: Callable[[torch.fx.Node], bool] = lambda node: True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(Target):
+    """The settings of one compilation, as every pass sees them, with the target's facts.
 
     Attributes:
         level: O1, O2 or O3 (O0 never reaches the passes).
-        format: the low number format.
-        device: where the graph's parameters live.
         policy: the user's overrides.
         repaired: nodes that `repair=True` has pinned to FP32 -> the reason.
         scaled: whether gradients are scaled inside the graph.
         pad: "never", "auto" (where it pays) or "always".
-        cores: the sizes that the device's matrix units require of dimensions.
-        profile: the times of products on this device, in the low dtype and in FP32; or None.
-        promised: whether products that the profile doesn't cover are assumed faster in `low`.
         copied: the inputs (by number) whose working copy in `low` may be read instead -> the shape
             that the copy is stored in, or None: not stored yet.
         fuse_head: whether a linear layer and its cross entropy become one operator.
-        has_kernel: `(node) -> bool`: whether the node's op has a kernel in `low` on `device`.
     """
 
     level: Level
-    low: torch.dtype
-    device: torch.device
     policy: Policy = Policy()
     repaired: Mapping[str, str] = field(default_factory=dict)
     scaled: bool = False
     pad: str = "never"
-    cores: TensorCores = TensorCores()
-    profile: Profile | None = None
-    promised: bool = True
     copied: Mapping[int, tuple[int, ...] | None] = field(default_factory=dict)
     fuse_head: bool = False
-    has_kernel: Callable[[torch.fx.Node], bool] = lambda node: True

@@ -29,8 +29,6 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-__all__ = ["read", "write"]
-
 T = TypeVar("T")
 
 _SETS, _TABLES = ("low", "full", "keep"), ("modules", "nodes")

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..capture.autocast_region import noting_regions
+from ..capture.surroundings import noting_regions
 from ..errors import MPCompileError
 from ..lower.tracing_settings import is_inlined, settings_for, traced_with
 from ..ranks import fsdp

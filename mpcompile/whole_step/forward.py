@@ -19,8 +19,8 @@ from ..compiler.plan_graph import Planned, plan_graph
 from ..compiler.training import Training, training_of
 from ..errors import CannotRewrite
 from ..ir import aten
-from ..ir.as_planned import AsPlanned
 from ..ir.inputs import GraphInputs
+from ..ir.spec import AsPlanned
 from ..ir.targets import CHECKPOINT
 from ..lower.joint import NO_PASSES, JointPasses, joint_passes
 from ..planner.target import place_of

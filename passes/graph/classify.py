@@ -121,6 +121,6 @@ def _find_mutable(graph: fx.Graph) -> None:
                 memory.update(place for place in places if place is not None)
     for node in graph.nodes:
         if ir.storage(node) in memory:
-            ir.set_mutable(node)
+            ir.is_mutable.set(node, True)
     for target in targets:
-        ir.set_mutable(target)
+        ir.is_mutable.set(target, True)

@@ -49,7 +49,7 @@ def _steep_readers(graph: fx.Graph) -> dict[fx.Node, str]:
         if node in found and (_hands_on(node) or ir.is_getitem(node)):
             operands = node.all_input_nodes
         elif rule.precision is Precision.FULL is ir.precision(node):
-            wanted = rules.digit_args(node.target)
+            wanted = rules.places(node.target, rule.digits)
             operands = [n for i, n in ir.float_args(node) if i in wanted]
         name = found.get(node) or ir.op_name(node).removeprefix("aten::")
         found.update((n, name) for n in operands)

@@ -115,7 +115,7 @@ class _CastPlacer:
             if low and rules.castable(node.target, position):
                 number = ir.captured(operand).ndim == 0  # type: ignore[union-attr]
                 dtype = torch.float32 if keep_numbers and number else ir.mark(node).low
-            masked = position in rules.masked_args(node.target)
+            masked = position in rules.places(node.target, ir.rule(node).masks)
             masked = masked and not ir.is_parameter(operand)  # a trained bias is not a mask
             cast = self._cast(operand, dtype, node, masked=masked and low)
             if cast is not operand:

@@ -46,11 +46,11 @@ def plan(gm: fx.GraphModule, config: Config) -> bool:
         # At O2 values may be low only because low products are near: pin the slower products first.
         for node in slower:
             _settle(objective, node, best, low=False)
-            ir.set_min_cut(node, cut)
+            ir.min_cut.set(node, cut)
         objective = Objective(gm.graph, config)
         cut, best = _cut(objective)
     for item, low in best.items():
-        ir.set_min_cut(item.node if isinstance(item, Rounded) else item, cut)
+        ir.min_cut.set(item.node if isinstance(item, Rounded) else item, cut)
         if not isinstance(item, Rounded):
             _settle(objective, item, best, low=low)
         elif low:
@@ -97,7 +97,7 @@ def _store_low(objective: Objective, node: fx.Node) -> None:
     saved = objective.terms[Rounded(node)].full.get("stored", 0) // UNIT
     less = f"its result is stored low, {scaled(saved, 'B', 1)} less traffic"
     reason = f"{ir.mark(node).reason}; {less}"
-    ir.set_stored_low(node)
+    ir.is_stored_low.set(node, True)
     ir.remark(node, reason=reason)
 
 

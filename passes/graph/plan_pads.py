@@ -57,7 +57,7 @@ class _Aligner:
             found = product(node)
             if found is not None:
                 decided = self._align(node, found)
-                ir.set_alignment(node, decided)
+                ir.alignment.set(node, decided)
                 self.lanes[node] = _result_lanes(decided)
             elif keeps := kept(node, lambda n: self.lanes.get(n, {})):
                 self.keeps[node] = keeps
@@ -182,9 +182,9 @@ class _Aligner:
         for node in self.graph.nodes:
             decided = ir.alignment(node)
             if decided is not None and decided.padded:
-                ir.set_padding(node, _product_shapes(node, decided))
+                ir.padding.set(node, _product_shapes(node, decided))
             elif node in self.keeps and (dims := self.wanted.get(node)):
-                ir.set_padding(node, self._kept_shapes(node, dims))
+                ir.padding.set(node, self._kept_shapes(node, dims))
 
     def _kept_shapes(self, node: fx.Node, dims: set[int]) -> Padding:
         real = ir.shape(node)

@@ -64,7 +64,7 @@ def _read(
         ir.set_value(copy, value)
     else:
         copy = ir.add_input(graph, f"{node.name}_copy", value, like=node)
-    ir.set_copy(copy, of=number)
+    ir.copy_of.set(copy, number)
     for pad in pads:
         if ir.same_shape(ir.value(pad).shape, value.shape):
             pad.replace_all_uses_with(copy)

@@ -23,10 +23,10 @@ from mpcompile.devices.tensor_cores import TensorCores
 from mpcompile.errors import MPCompileWarning
 from mpcompile.lower.accumulation import accumulate_in_fp32, check_accumulation
 from mpcompile.lower.joint import JointPasses, joint_passes
-from mpcompile.planner.target import Target, target_of
+from mpcompile.planner.target import target_of
 from mpcompile.plans.graph_plan import GraphPlan
 from mpcompile.profile import Profile, store
-from mpcompile.rules.policy import Level
+from mpcompile.rules.policy import Level, Target
 from mpcompile.runtime.check_module import check_module
 from mpcompile.settings import Settings
 

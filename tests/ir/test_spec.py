@@ -15,7 +15,6 @@ from torch.utils.checkpoint import checkpoint
 from mpcompile import ir
 from mpcompile.errors import CannotRewrite
 from mpcompile.ir import spec
-from mpcompile.ir.as_planned import AsPlanned
 from mpcompile.ir.inputs import FOUND, SCALE, GraphInputs
 from mpcompile.passes.graph.scale_gradients import scale_gradients
 from mpcompile.plans import pipeline
@@ -175,12 +174,12 @@ def test_what_runs_the_graph_is_checked_once() -> None:
 def test_autocast_around_a_run_is_found() -> None:
     x, weight = torch.ones(2, 3), torch.ones(3, 4)
     graph = make_fx(lambda x, weight: (x @ weight).exp(), tracing_mode="fake")(x, weight)
-    torch.testing.assert_close(AsPlanned(graph).run(x, weight), torch.full((2, 4), 3.0).exp())
+    torch.testing.assert_close(spec.AsPlanned(graph).run(x, weight), torch.full((2, 4), 3.0).exp())
     with (
         torch.autocast("cpu", torch.bfloat16),
         pytest.raises(CannotRewrite, match=r"mm is torch.bfloat16, was planned as torch.float32"),
     ):
-        AsPlanned(graph).run(x, weight)
+        spec.AsPlanned(graph).run(x, weight)
 
 
 # -- the layout of inputs --------------------------------------------------------------------------

@@ -43,7 +43,7 @@ def total(objective: Objective, low: Mapping[Item, bool]) -> int:
 
 def decided(item: Item) -> bool:
     if isinstance(item, Rounded):
-        return ir.is_stored_low(item.node)
+        return bool(ir.is_stored_low(item.node))
     return ir.precision(item) is Precision.LOW
 
 

@@ -29,9 +29,9 @@ def probes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     seen: list[str] = []
     original = kernels._runs
 
-    def record(node: fx.Node, target: Any, *rest: Any) -> bool:
-        seen.append(str(target))
-        return original(node, target, *rest)
+    def record(node: fx.Node, *rest: Any) -> bool:
+        seen.append(str(node.target))
+        return original(node, *rest)
 
     monkeypatch.setattr(kernels, "_runs", record)
     return seen

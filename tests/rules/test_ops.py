@@ -11,10 +11,9 @@ from versions import before
 import mpcompile
 from mpcompile import MPCompileError, register_rule, rules
 from mpcompile.rules import Kind, Rule, lookup, table
-from mpcompile.rules.labels import NAMED, signature
 from mpcompile.rules.op_names import op_exists, op_key
 from mpcompile.rules.policy import Precision
-from mpcompile.rules.rule import UNKNOWN
+from mpcompile.rules.rule import NAMED, UNKNOWN, signature
 from mpcompile.rules.table import TABLE
 
 LOW, FULL, FOLLOW = Precision.LOW, Precision.FULL, Precision.FOLLOW
