@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from .. import ir
 from ..devices.registry import capabilities
 from ..ir.dtypes import HALF
-from ..ir.step_config import CopyLayout, Slot, StepConfig
+from ..ir.step_config import CopyLayout, RankGroups, Slot, StepConfig
 from ..ranks.shards import local
 from ..scaling.copies import WorkingCopy
 from . import step_passes
@@ -196,7 +196,7 @@ def config_of(key: StepKey, max_grad_norm: float | None) -> StepConfig:
         checked=key.checked,
         scales=tuple(scale.rule for scale in key.scales),
         max_grad_norm=max_grad_norm,
-        ranks=key.connected,
+        ranks=RankGroups(ranks.groups, ranks.device) if (ranks := key.connected) else None,
     )
 
 

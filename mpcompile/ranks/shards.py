@@ -122,8 +122,8 @@ class Connected:
 
     def sum(self, vector: torch.Tensor) -> torch.Tensor:
         """The sum of a vector over all these ranks, each of which must call this."""
-        functional = torch.ops._c10d_functional  # there only if torch was built with distributed
-        home, vector = vector.device, vector.to(self.device)  # FSDP may keep parameters on the host
+        functional = torch.ops._c10d_functional
+        home, vector = vector.device, vector.to(self.device)
         for group in self.groups:
             vector = functional.wait_tensor(functional.all_reduce(vector, "sum", group))
         return vector.to(home)
