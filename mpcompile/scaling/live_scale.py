@@ -246,34 +246,21 @@ class ScaleCopies:
     """
 
     def __init__(self) -> None:
-        self._places: dict[object, list[_ScalePlace]] = {}  # by stream
+        # By stream: a copy, its memory, and how many hold that where nobody else does.
+        self._places: dict[object, list[tuple[torch.Tensor, torch.UntypedStorage, int]]] = {}
         self._taking = threading.Lock()  # two threads must not find the same place free
 
     def of(self, scale: torch.Tensor) -> torch.Tensor:
         """A copy of the scale as it is now, which nothing writes to as long as it is held."""
         places = self._places.setdefault(capabilities(scale.device).stream(), [])
         with self._taking:
-            for place in places:
-                if place.is_free():
-                    return place.take(scale)
-            if len(places) == _PLACES:
-                return scale.clone()
-            places.append(_ScalePlace(scale))
-            return places[-1].take(scale)
-
-
-class _ScalePlace:
-    """Memory for one copy."""
-
-    def __init__(self, like: torch.Tensor) -> None:
-        self._tensor = torch.empty_like(like)
-        self._memory = self._tensor.untyped_storage()
-        self._alone = holders(self._memory)
-
-    def is_free(self) -> bool:
-        return holders(self._memory) == self._alone
-
-    def take(self, scale: torch.Tensor) -> torch.Tensor:
-        # Its holders are seen because what they get is another tensor. It shares the version
-        # counter: were it written to while it is saved, autograd would refuse to go backward.
-        return self._tensor.copy_(scale).detach()
+            free = (place for place, memory, alone in places if holders(memory) == alone)
+            if (copy := next(free, None)) is None:
+                if len(places) == _PLACES:
+                    return scale.clone()
+                copy = torch.empty_like(scale)
+                memory = copy.untyped_storage()
+                places.append((copy, memory, holders(memory)))
+            # Its holders are seen because what they get is another tensor. It shares the version
+            # counter: were it written to while it is saved, autograd would refuse to go backward.
+            return copy.copy_(scale).detach()
