@@ -56,7 +56,7 @@ def look_for_scaler(optimizer: Optimizer) -> None:
 
 
 def _is_scaled(optimizer: Optimizer) -> bool:
-    held = (p for group in optimizer.param_groups for p in group["params"])
+    held = optimizer_state.held_parameters(optimizer)
     return any(scale.active for p in held for scale in parameters.scales_of(p))
 
 

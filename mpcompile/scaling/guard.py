@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 
 from ..devices.registry import capabilities
 from ..ranks import fsdp
-from ..ranks.agree import Ranks
+from ..ranks.agree import Ranks, is_distributed
 from ..ranks.shards import ranks_of
 from . import agreement, optimizer_state, parameters
 from .loss_scale import LossScale
@@ -57,10 +57,6 @@ def watch(trained: Sequence[torch.Tensor], scale: LossScale) -> list[fsdp.Shard]
 
 def is_needed() -> bool:
     return bool(_live)
-
-
-def scales() -> list[LossScale]:
-    return list(_live)
 
 
 def skips_by_itself(optimizer: Optimizer) -> None:
@@ -99,7 +95,7 @@ def skip_if_overflowed(optimizer: Optimizer) -> None:
     """Hide the gradients from the coming step, if any of them must not be used; waits for the
     device. Call `show_hidden` after the step.
     """
-    held = [p for group in optimizer.param_groups for p in group["params"]]
+    held = optimizer_state.held_parameters(optimizer)
     gradients = [(p, p.grad) for p in held if p.grad is not None]
     if not gradients:
         return
@@ -167,7 +163,7 @@ def _common(flags: Sequence[torch.Tensor], ranks: Ranks) -> list[bool]:
 
 def decide_alike() -> bool:
     """Whether other ranks train the same parameters, so that all must decide alike."""
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    return is_distributed() and dist.get_world_size() > 1
 
 
 def _upstream_of(

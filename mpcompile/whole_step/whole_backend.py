@@ -19,6 +19,7 @@ from .. import ir
 from ..compiler import backend
 from ..errors import CannotRewrite
 from ..optim.members import Setting
+from ..ranks.agree import is_distributed
 from ..runtime import uncalled
 from ..runtime.graph_call import is_leaf
 from ..scaling import hooks
@@ -139,8 +140,7 @@ def _check_graph(gm: fx.GraphModule) -> None:
 
 
 def _check(example_inputs: Sequence[Any], settings: Settings) -> None:
-    distributed = torch.distributed
-    if distributed.is_available() and distributed.is_initialized():
+    if is_distributed():
         raise CannotRewrite("gradients are exchanged between processes")
     if settings.recompute:
         raise CannotRewrite("recompute=True is about a backward that is compiled apart")
