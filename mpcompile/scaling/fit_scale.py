@@ -35,11 +35,12 @@ from ..devices.registry import RandomState, unchanged
 from ..errors import MPCompileError
 from ..ir.fakes import duplicate
 from ..ir.inputs import GraphInputs
+from ..torch_inside.names import keeps_graph
 from ..torch_inside.tensors import base_of, version, whole
 from .loss_scale import LossScale
 from .messages import Seen
 from .overflows import any_nonfinite
-from .second_backward import is_kept, notice
+from .second_backward import notice
 
 # How far the two scales lie apart. A gradient of FP16's smallest numbers may double at a lower
 # scale, by rounding; not grow by this.
@@ -166,7 +167,7 @@ class _Trial:
                 [*leaves, self.found],
                 [grad for _, grad in pairs],
                 allow_unused=True,
-                retain_graph=is_kept(),  # what is compiled in this backward is compiled for that
+                retain_graph=keeps_graph(),  # what is compiled in this backward is compiled for it
             )
         self.results, self.bases = None, []  # autograd has freed their graph
         by_leaf = iter(found)

@@ -29,7 +29,6 @@ from torch.optim import Optimizer
 from .. import logs
 from ..devices import registry
 from ..errors import MPCompileError, MPCompileWarning
-from ..torch_inside.names import autocast_is_on
 from ..torch_inside.tensors import is_enabled
 from . import optimizer_state, parameters
 
@@ -96,13 +95,6 @@ def _autocasts(function: Any) -> list[Any]:
     """The enabled autocasts that a function made by autocast's decorator enters."""
     held = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
     return [a for a in held if isinstance(a, torch.autocast) and is_enabled(a)]
-
-
-def is_under_autocast() -> bool:
-    """Whether the caller of this has autocast on. (Not asked while Dynamo traces the call into a
-    graph of someone else's.)
-    """
-    return not torch.compiler.is_dynamo_compiling() and autocast_is_on()
 
 
 def without_autocast() -> contextlib.AbstractContextManager[Any]:
