@@ -140,9 +140,6 @@ class _Trial:
         return [_like(x, known[id(_base(x))]) if isinstance(x, torch.Tensor) else x
                 for x in self.results]  # fmt: skip
 
-    def _given(self, saved: Saved) -> list[Any]:
-        return [self.before.get(i, x) for i, x in enumerate(saved())]
-
     def again(self, saved: Saved, at: float) -> None:
         given = [
             duplicate(self.before[i]).requires_grad_(_is_tracked(x)) if i in self.before else x
@@ -186,7 +183,8 @@ class _Trial:
         fit = self.fits(gradients)
         if not fit:
             received = [whole(g) for g in grads if g is not None]
-            call = Seen.of(self.inputs.names, self._given(saved), results, received)
+            given = [self.before.get(i, x) for i, x in enumerate(saved())]
+            call = Seen.of(self.inputs.names, given, results, received)
             if call.hopeless:
                 self.scale.said.hopeless(self.number, call)
             gradients, fit = self._lower(saved, grads, gradients, once=call.hopeless)
