@@ -65,30 +65,21 @@ def skips_by_itself(optimizer: Optimizer) -> None:
 
 
 def look(optimizer: Optimizer, scale: LossScale, *, upstream: bool = False) -> torch.Tensor | None:
-    """See `Overflows.look`. Where other ranks train the parameters, what all of them have found.
+    """See `Overflows.look`. What all ranks have found where the optimizer holds parameters of a
+    DDP, which must stay the same on all ranks, and others of this scale, whose gradients each rank
+    has for itself.
 
     Args:
         upstream: the optimizer's parameters come before the graphs.
     """
     overflows = scale.overflows  # an MPOptimizer's own scale has never any
     new = overflows.look(optimizer, upstream=upstream) if overflows.began else None
-    return _beside_ddp(optimizer, scale, new)
-
-
-def _beside_ddp(
-    optimizer: Optimizer, scale: LossScale, overflows: torch.Tensor | None
-) -> torch.Tensor | None:
-    """What all ranks have found where the optimizer holds parameters of a DDP, which must stay the
-    same on all ranks, and others of this scale, whose gradients each rank has for itself.
-    """
     ranks, own = agreement.beside(optimizer, scale)
     if not ranks:
-        return overflows
+        return new
     bad = any_nonfinite([p.grad for p in own if p.grad is not None])
     count = bad.to(ranks.device, torch.int64)
-    if overflows is not None:
-        count = count + overflows.to(ranks.device)
-    return ranks.all_max(count)
+    return ranks.all_max(count if new is None else count + new.to(ranks.device))
 
 
 def skip_if_overflowed(optimizer: Optimizer) -> None:

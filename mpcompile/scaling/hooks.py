@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-import sys
 import warnings
 from collections.abc import Callable
-from types import FrameType
 from typing import Any
 
 import torch
@@ -119,9 +117,7 @@ def _called_step(optimizer: Optimizer) -> Any:
     """The function that the step is: that of the optimizer's class or, called by it, of a base,
     which may take other arguments.
     """
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code is not _HOOKED_STEP:
-        frame = frame.f_back
+    frame = foreign.frame_of(_HOOKED_STEP)
     return type(optimizer).step if frame is None else frame.f_locals["func"]
 
 

@@ -16,6 +16,7 @@ from torch.fx.experimental.symbolic_shapes import (
 )
 
 from .. import ir
+from ..capture.provenance import nobody
 from ..compiler import backend
 from ..errors import CannotRewrite
 from ..optim.members import Setting
@@ -80,10 +81,8 @@ class WholeBackend:
             hooks.say_no_gradient(optimizer, stacklevel=2)
         request = dict(self._options)
         listener = request.pop("_listener", None)
-        names = request.pop("_names", None)
-        settings = Settings.parse(request)
-        if names is not None:
-            settings = replace(settings, names=names)
+        names = request.pop("_names", nobody)
+        settings = replace(Settings.parse(request), names=names)
         _check(example_inputs, settings)
         try:
             program = StepProgram(gm, example_inputs, settings, self._varying)
