@@ -122,7 +122,7 @@ def _plain_state(module: nn.Module) -> Any:
             "MPCompilePrecision, the plugin: it compiles in the processes that Lightning spawns "
             '(strategy="ddp_spawn")',
             MPCompileWarning,
-            stacklevel=2,
+            stacklevel=1,
         )
     for name, step in steps.items():
         del state[name]

@@ -20,8 +20,7 @@ class OptimizerState:
             none of its parameters.
         looked_for_scaler: a step at which its gradients were scaled was looked at (`foreign.py`).
         looked_for_gradient: its first step was looked at (`hooks.py`).
-        looked_for_masters: a step at which weights were stored low was looked at
-            (`runtime/stalls.py`).
+        looked_for_masters: a step was looked at for FP32 masters (`runtime/stalls.py`).
         watch: what looks whether its gradients stay finite (`runtime/stays_finite.py`).
         hidden: (parameter, gradient) pairs that its step must not see.
         beside: loss scale -> see `agreement.beside`, and when that was derived.
