@@ -114,11 +114,6 @@ class FiniteCheck:
             pause = max(1, int(min(PAUSE * self._took / step, sys.maxsize)))
             self._next = min(1 << number.bit_length(), number + pause)
 
-    @property
-    def _sees_all(self) -> bool:
-        """Whether the look of this call may take time: rarer and rarer; or must be sure."""
-        return self._bad is not None or self._calls & (self._calls - 1) == 0
-
     def _look(
         self, values: Sequence[torch.Tensor], bad: Callable[[Sequence[Number]], str],
         *, is_part: bool = False,
@@ -291,7 +286,8 @@ class _OptimizerWatch(FiniteCheck):
         gradients = [p.grad for p in held if p.grad is not None]
         if not gradients or isinstance(gradients[0], FakeTensor):
             return
-        sees_all = self._sees_all
+        # Whether this look may take time: rarer and rarer; or must be sure.
+        sees_all = self._bad is not None or self._calls & (self._calls - 1) == 0
         if sees_all:
             gradients = [g for g in gradients if g.device == gradients[0].device]
         else:

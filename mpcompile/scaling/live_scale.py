@@ -44,7 +44,7 @@ class LiveScale:
 
     Attributes:
         rule: how they move.
-        forwards: how many training forwards there were; the scale moves once for each.
+        forwards: how many training forwards have begun; the scale moves once for each, at a step.
     """
 
     def __init__(self, state: ScaleState, rule: ScaleRule) -> None:
@@ -184,10 +184,6 @@ class LiveScale:
         return found
 
     # -- how it moves -----------------------------------------------------------------------------
-
-    def forward_begins(self) -> None:
-        """A training forward is about to run: the next step may move the scale again."""
-        self.forwards += 1
 
     def _is_first_step(self) -> bool:
         first, self._moved_at = self._moved_at != self.forwards, self.forwards

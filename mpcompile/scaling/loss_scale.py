@@ -253,7 +253,7 @@ class LossScale(Ruled, metaclass=_Shown):
         """
         if self.overflows.reductions and active_ddp() is None:
             return  # one rank's own forward, beside those that all ranks run
-        self.live.forward_begins()
+        self.live.forwards += 1
         self.loaded = False
         running = running_backward()
         self.search.end_if_found(but_in=running)
