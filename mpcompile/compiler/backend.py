@@ -71,7 +71,7 @@ def mpcompile_backend(
     plan = replace(plan, ends_with=why_it_ends(gm))
     run = counted(compiled, plan.tensor_cores.flops)
     if listener is None:
-        hooks.look_before_steps(given_up.look_before_step)
+        hooks.look_before_steps(given_up.look)
         return _noting(run, example_inputs, request, plan)
     listener(plan)
     return run

@@ -19,7 +19,7 @@ from ..lower.accumulation import check_accumulation
 from ..lower.emitter import emit
 from ..lower.fusing import gains, is_apart
 from ..lower.islands import has_rnn, pieces
-from ..lower.joint import NO_PASSES, JointPasses, joint_passes
+from ..lower.joint import joint_passes
 from ..lower.replayed import replays
 from ..padding.products import product
 from ..planner.target import place_of
@@ -119,19 +119,12 @@ def _to_emit(
 
 
 def _emit(
-    gm: fx.GraphModule,
-    inputs: Sequence[Any],
-    settings: Settings,
-    verify: Verify,
-    *,
-    joint: JointPasses = NO_PASSES,
-    untouched: bool = False,
-    sparing: bool = False,
+    gm: fx.GraphModule, inputs: Sequence[Any], settings: Settings, verify: Verify, **kind: Any
 ) -> Function:
+    """See `emit`, which takes `kind`, too."""
     return emit(
-        gm, inputs, settings.emit, mode=settings.mode, options=settings.options, joint=joint,
-        recompute=settings.recompute, untouched=untouched, sparing=sparing,
-        verify=verify,
+        gm, inputs, settings.emit, mode=settings.mode, options=settings.options,
+        recompute=settings.recompute, verify=verify, **kind,
     )  # fmt: skip
 
 

@@ -45,11 +45,6 @@ class Training:
     kept: Collection[int]
     examples: Sequence[Any]
 
-    @property
-    def low(self) -> torch.dtype:
-        """The low dtype."""
-        return self.facts.target.low
-
     def scale_in(self, planned: Planned) -> LossScale | None:
         """The loss scale that the rewritten graph takes, or None."""
         return self.scale if planned.inputs.scaled else None
@@ -58,11 +53,11 @@ class Training:
         """What gives the rewritten graph its copies of weights; None where it reads none."""
         if not planned.inputs.copies:
             return None
-        shapes = _shapes_of_copies(planned)
+        shapes, target = _shapes_of_copies(planned), self.facts.target
         if not self.kept:
-            return copies.Reader(self.low, self.scale_in(planned), shapes)
+            return copies.Reader(target.low, self.scale_in(planned), shapes)
         kept = [i in self.kept for i in planned.inputs.copies.values()]
-        return kept_copies.KeptCopies(self.low, self.facts.target.device, shapes, kept)
+        return kept_copies.KeptCopies(target.low, target.device, shapes, kept)
 
     def read_in_full(self, planned: Planned) -> list[int]:
         """The inputs that are an optimizer's parameters, and that the graph reads in FP32."""
@@ -76,7 +71,7 @@ class Training:
         shapes = _shapes_of_copies(planned)
         for of, shape in zip(planned.inputs.copies.values(), shapes, strict=True):
             made_by = kept_copies.copy_of if of in self.kept else copies.copy_of
-            yield self.examples[of], made_by(self.examples[of], self.low, shape)
+            yield self.examples[of], made_by(self.examples[of], self.facts.target.low, shape)
 
 
 def _shapes_of_copies(planned: Planned) -> list[tuple[int, ...]]:

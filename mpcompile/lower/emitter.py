@@ -98,14 +98,7 @@ def emit(
 
 
 def _as_it_is(gm: fx.GraphModule) -> Callable[..., Any]:
-    """The graph, to be run op by op."""
-    _keep_random_state(gm)
-    gm.recompile()
-    return gm.forward
-
-
-def _keep_random_state(gm: fx.GraphModule) -> None:
-    """Make a recomputed dropout drop the same elements.
+    """The graph, to be run op by op. A recomputed dropout drops the same elements.
 
     The checkpoint operator relies on AOTAutograd's handling of random numbers. Run op by op, it
     draws new ones (as does stock torch.compile(backend="eager")).
@@ -115,6 +108,7 @@ def _keep_random_state(gm: fx.GraphModule) -> None:
             for node in module.graph.find_nodes(op="call_function", target=CHECKPOINT):
                 node.target = _checkpoint
             module.recompile()
+    return gm.forward
 
 
 def _checkpoint(body: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
@@ -126,8 +120,9 @@ def _checkpoint(body: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
 def _rewritten(
     gm: fx.GraphModule, example_inputs: Sequence[Any], compile_graph: Compiler
 ) -> Callable[..., Any]:
-    around = compile_around_rnns if has_rnn(gm) else _whole
-    return noticed(around(gm, example_inputs, compile_graph))
+    if has_rnn(gm):
+        return noticed(compile_around_rnns(gm, example_inputs, compile_graph))
+    return noticed(compile_graph(gm, example_inputs))
 
 
 def _sparing(
@@ -155,12 +150,6 @@ def _untouched(
         name_rnns(gm)
         with contextlib.suppress(CannotRewrite):
             return _rewritten(gm, example_inputs, compile_graph)
-    return _whole(gm, example_inputs, compile_graph)
-
-
-def _whole(
-    gm: fx.GraphModule, example_inputs: Sequence[Any], compile_graph: Compiler
-) -> Callable[..., Any]:
     return compile_graph(gm, example_inputs)
 
 

@@ -40,9 +40,8 @@ workspace, one tape per time step for a GRU on CPU, which has no fused kernel). 
 from __future__ import annotations
 
 import copy
-import operator
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 from unittest import mock
 
 import torch
@@ -147,7 +146,8 @@ def compile_around_rnns(
     for section in sections:
         module = outline(gm, section, base)
         if section.island:
-            run.append(_in_grad_mode(module.forward, section.grad, base))
+            call = module.forward
+            run.append(call if section.grad is base else torch.set_grad_enabled(section.grad)(call))
         else:
             # A compile leaves metadata on the tracing context, and a backward that is compiled late
             # reads it there: each piece needs a context of its own.
@@ -197,74 +197,46 @@ class _FakeRun(fx.Interpreter):
 # -- run time -------------------------------------------------------------------------------------
 
 
-def _in_grad_mode(function: Callable[..., Any], grad: bool, base: bool) -> Callable[..., Any]:
-    if grad is base:
-        return function
-
-    def run(*args: Any) -> Any:
-        with torch.set_grad_enabled(grad):
-            return function(*args)
-
-    return run
-
-
-def _picker(indices: Sequence[int]) -> Callable[[list[Any]], tuple[Any, ...]]:
-    """Items at the indices, as a tuple, picked in C."""
-    if len(indices) > 1:
-        return cast("Callable[[list[Any]], tuple[Any, ...]]", operator.itemgetter(*indices))
-    return lambda values: tuple(values[i] for i in indices)
-
-
 def _runner(
     graph: fx.Graph,
     sections: list[Section],
     functions: list[Callable[..., Any]],
     leave: bool | None,
 ) -> Callable[..., Any]:
-    """A function that calls the sections in order on one list of values, and drops each value after
+    """A function that calls the sections in order on values by number, and drops each value after
     its last use.
 
     `leave`: the grad mode at the end, or None if it is the same as at the start.
     """
-    slot = {node: i for i, node in enumerate(graph.find_nodes(op="placeholder"))}
-    last: dict[fx.Node, Section] = {}
-    for section in sections:
-        for node in section.outputs:
-            slot[node] = len(slot)
-            last[node] = section  # dropped at once, unless a later section reads it
-        last.update((node, section) for node in section.inputs if node in last)
-    (returned,) = graph.output_node().args
-    assert isinstance(returned, (tuple, list))
-    for node in graph.output_node().all_input_nodes:
+    inputs = graph.find_nodes(op="placeholder")
+    computed = [node for section in sections for node in section.outputs]
+    number = {node: i for i, node in enumerate([*inputs, *computed])}
+    # Dropped at once, unless a later section reads it.
+    last = {node: section for section in sections for node in (*section.outputs, *section.inputs)}
+    for node in (*inputs, *graph.output_node().all_input_nodes):
         last.pop(node, None)
-
     calls = [
         (
             function,
-            _picker([slot[node] for node in section.inputs]),
-            slice(slot[section.outputs[0]], slot[section.outputs[-1]] + 1)
-            if section.outputs
-            else slice(0, 0),
-            [slot[node] for node, user in last.items() if user is section],
+            [number[node] for node in section.inputs],
+            [number[node] for node in section.outputs],
+            [number[node] for node, user in last.items() if user is section],
         )
         for section, function in zip(sections, functions, strict=True)
     ]
+    (returned,) = graph.output_node().args
+    assert isinstance(returned, (tuple, list))
     # The caller may want constants too (None, for example).
-    constants = [value for value in returned if not isinstance(value, fx.Node)]
-    blank = [None] * sum(len(section.outputs) for section in sections) + constants
-    constant_slot = iter(range(len(slot), len(slot) + len(constants)))
-    pick_results = _picker(
-        [slot[v] if isinstance(v, fx.Node) else next(constant_slot) for v in returned]
-    )
+    results = [number[v] if isinstance(v, fx.Node) else (v,) for v in returned]
 
     def run(*args: Any) -> tuple[Any, ...]:
-        values = [*args, *blank]
-        for function, pick, place, done in calls:
-            values[place] = function(*pick(values))
+        values = dict(enumerate(args))
+        for function, given, made, done in calls:
+            values.update(zip(made, function(*[values[i] for i in given]), strict=True))
             for i in done:
-                values[i] = None
+                del values[i]
         if leave is not None:
             set_grad_enabled(leave)
-        return pick_results(values)
+        return tuple([values[r] if isinstance(r, int) else r[0] for r in results])
 
     return run

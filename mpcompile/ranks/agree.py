@@ -13,6 +13,11 @@ import torch
 import torch.distributed as dist
 
 
+def is_distributed() -> bool:
+    """Whether the process works with others: else nothing is sharded, and torch is not asked."""
+    return dist.is_available() and dist.is_initialized()
+
+
 @dataclass(frozen=True)
 class Ranks:
     """The ranks that train something together; false if there are no others.

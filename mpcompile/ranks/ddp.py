@@ -12,13 +12,12 @@ import atexit
 import weakref
 from collections.abc import Callable
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..errors import MPCompileError
-from ..torch_inside.distributed import is_joined, parameters_of, reduces_in_python
+from ..torch_inside.distributed import is_joined, reduces_in_python
 from ..torch_inside.tensors import call_after_backward
 
 # A callback at the end of a backward may queue another. DDP's own finalizer is queued during the
@@ -89,15 +88,6 @@ def called_modules(module: nn.Module) -> list[nn.Module]:
         check(engine)
     wrapped = [engine.module for engine in engines]
     return wrapped if isinstance(module, DistributedDataParallel) else [module, *wrapped]
-
-
-def will_reduce(module: DistributedDataParallel) -> bool:
-    """Whether the backward of the forward that is running will reduce: not under `no_sync`."""
-    return torch.is_grad_enabled() and module.require_backward_grad_sync
-
-
-def reduced_parameters(module: DistributedDataParallel) -> list[torch.nn.Parameter]:
-    return [p for p in parameters_of(module) if p.requires_grad]
 
 
 def after_reduction(function: Callable[[], None]) -> None:

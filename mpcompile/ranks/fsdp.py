@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from ..torch_inside.distributed import FSDP_MARK, groups_of, modules_of, whole_of
 from ..torch_inside.names import FSDPState, engine_of, engine_states
 from ..torch_inside.private_names import MissingInTorch
+from .agree import is_distributed
 
 
 def is_sharded(module: nn.Module) -> bool:
@@ -36,13 +36,10 @@ def sharded_modules() -> list[nn.Module]:
     return [m for state in _states() for m in modules_of(state)]
 
 
-def groups_in(*modules: nn.Module) -> list[Any]:
-    """The groups of parameters (`FSDPParamGroup`) that these modules' own FSDP states gather."""
-    groups: dict[int, Any] = {}
-    for state in map(_state_of, modules):
-        if state is not None:
-            groups |= {id(group): group for group in groups_of(state)}
-    return list(groups.values())
+def groups_in(module: nn.Module) -> list[Any]:
+    """The groups of parameters (`FSDPParamGroup`) that the module's own FSDP state gathers."""
+    state = _state_of(module)
+    return [] if state is None else groups_of(state)
 
 
 @dataclass(frozen=True)
@@ -51,13 +48,11 @@ class Shard:
 
     Attributes:
         parameter: the DTensor that an optimizer holds.
-        whole: the whole parameter.
         holder: FSDP's own record of it, an `FSDPParam`.
         group: FSDP's group (`FSDPParamGroup`) of parameters that travel together.
     """
 
     parameter: torch.Tensor
-    whole: torch.Tensor
     holder: Any
     group: Any
 
@@ -72,7 +67,7 @@ class Shard:
 def shards_of(parameters: Iterable[torch.Tensor]) -> list[Shard]:
     """The shards of those parameters that FSDP has gathered."""
     known = {
-        id(whole): Shard(holder.sharded_param, whole, holder, group)
+        id(whole): Shard(holder.sharded_param, holder, group)
         for state in _states()
         for group in groups_of(state)
         for holder in group.fsdp_params
@@ -98,17 +93,12 @@ def _engines() -> Mapping[Any, Any]:
     return engine_states
 
 
-def _is_distributed() -> bool:
-    """Whether the process works with others: else nothing is sharded, and torch is not asked."""
-    return dist.is_available() and dist.is_initialized()
-
-
 def _state_of(module: nn.Module) -> Any:
-    state = engine_of(module) if _is_distributed() else None
+    state = engine_of(module) if is_distributed() else None
     return state if state is not None and isinstance(state, FSDPState) else None
 
 
 def _states() -> Iterator[Any]:
     """The FSDP states of the process; one state may be that of several modules."""
-    alive = [ref() for ref in list(engine_states.values())] if _is_distributed() else []
+    alive = [ref() for ref in list(engine_states.values())] if is_distributed() else []
     yield from dict.fromkeys(state for state in alive if isinstance(state, FSDPState))

@@ -12,6 +12,7 @@ from ..errors import MPCompileError
 from ..torch_inside.distributed import FSDP_MARK
 from ..torch_inside.private_names import Part, refuse, why_off
 from . import fsdp
+from .agree import is_distributed
 
 
 def check_ranks() -> None:
@@ -20,7 +21,7 @@ def check_ranks() -> None:
     Raises:
         MPCompileError: this process is in a group; the message says what is wrong.
     """
-    if dist.is_available() and dist.is_initialized():
+    if is_distributed():
         instead = "train in one process, or without mpcompile"
         refuse(Part.RANKS, "mpcompile for the processes of a group", instead)
 
@@ -43,19 +44,16 @@ def check_engines(model: nn.Module) -> None:
 
 
 def _refuse_fsdp1(model: nn.Module) -> None:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
     marked = [m for m in model.modules() if getattr(m, FSDP_MARK, False)]
     known = {m for root in fsdp.sharded_modules() for m in root.modules()} if marked else set()
-    if _is_fsdp1(model) or not known.issuperset(marked):
+    is_fsdp1 = any(isinstance(m, FullyShardedDataParallel) for m in model.modules())
+    if is_fsdp1 or not known.issuperset(marked):
         raise MPCompileError(
             "mpcompile can't train under FullyShardedDataParallel (FSDP1), whose ranks would not "
             "skip the same steps. Use torch.distributed.fsdp.fully_shard(model) (FSDP2)"
         )
-
-
-def _is_fsdp1(model: nn.Module) -> bool:
-    from torch.distributed.fsdp import FullyShardedDataParallel
-
-    return any(isinstance(m, FullyShardedDataParallel) for m in model.modules())
 
 
 def _check_dtypes(name: str, policy: Any) -> None:

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from ..torch_inside.replace import Spot, put
+
 _MODULE = "torch.distributed.optim.zero_redundancy_optimizer"
 
 
@@ -38,16 +40,11 @@ def step_with(
     Args:
         whole_step: `ZeroRedundancyOptimizer.step` itself, without torch's hooks around it.
     """
-    part = vars(optimizer.optim)
-    before = part.get("step")
-    part["step"] = lambda *args, **kwargs: local_step()
+    undo = put(Spot(vars(optimizer.optim), "step"), lambda *args, **kwargs: local_step())
     try:
         whole_step(optimizer)
     finally:
-        if before is None:
-            del part["step"]
-        else:
-            part["step"] = before
+        undo()
     # What was received was written without autograd's knowledge: into `.data`, or into a bucket.
     own = {id(p) for p in _parameters(optimizer.optim)}
     received = [p for p in _parameters(optimizer) if id(p) not in own]

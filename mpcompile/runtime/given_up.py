@@ -22,7 +22,7 @@ from ..torch_inside.dynamo import whole_of
 from ..torch_inside.names import get_compilation_metrics
 from ..torch_inside.private_names import MissingInTorch
 
-__all__ = ["compiled", "look", "look_before_step"]
+__all__ = ["compiled", "look"]
 
 _Code = tuple[str, str, int]  # a function's name, its file and first line
 
@@ -53,8 +53,8 @@ def compiled(code: CodeType | None, *, strict: bool) -> None:
         _state.strict[one.co_name, one.co_filename, one.co_firstlineno] = strict
 
 
-def look() -> None:
-    """Warn of what Dynamo has given up since the last look.
+def look(_: Optimizer | None = None) -> None:
+    """Warn of what Dynamo has given up since the last look. Also asked before optimizers' steps.
 
     Raises:
         MPCompileError: it was compiled with strict=True.
@@ -70,11 +70,6 @@ def look() -> None:
     for metrics in new:
         if _LIMIT in (metrics.fail_reason or ""):
             _say(metrics, known)
-
-
-def look_before_step(_: Optimizer) -> None:
-    """The same before an optimizer's step."""
-    look()
 
 
 def _say(given_up: Any, known: Sequence[Any]) -> None:

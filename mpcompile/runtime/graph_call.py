@@ -23,7 +23,7 @@ from ..scaling.copies import Reader, read_in_full
 from ..scaling.kept_copies import KeptCopies
 from ..scaling.loss_scale import LossScale
 from ..torch_inside.distributed import active_ddp
-from .repair import Repairable, repair
+from .repair import NotedCall, Repairable, repair
 from .stays_finite import watching
 
 __all__ = ["Emitted", "check_constants", "constants_of", "is_leaf", "wrapped"]
@@ -125,7 +125,7 @@ def _scaled(compiled: Function, made: Emitted) -> Function:
         if reader is not None:
             copies = reader.read([args[i] for i in masters])
             given = inputs.assembled(args, copies, given[-2:])
-        noted = repairable.note(given) if in_a_row.pending and repairable is not None else None
+        noted = NotedCall(repairable, given) if in_a_row.pending and repairable else None
         results = compiled(*given)
         if noted is not None:
             noted.gave(results)

@@ -21,7 +21,7 @@ from __future__ import annotations
 import functools
 import itertools
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -181,20 +181,16 @@ def _entered(
     """Give entries to the outermost modules around the products that have none; return what gives
     them.
     """
-    found = dict.fromkeys(_without(callers, but) for callers in outside.callers)
+    free = [
+        [m for m in callers if compiled_call(m) is None and m is not but]
+        for callers in outside.callers
+    ]
     entries = [
         functools.partial(
             enter_by_itself, part, compiled_part if part in outside.checkpointed else None
         )
-        for part in found
-        if part is not None
+        for part in dict.fromkeys(modules[-1] for modules in free if modules)
     ]
     for enter in entries:
         enter()
     return entries
-
-
-def _without(callers: Iterable[nn.Module], but: nn.Module | None) -> nn.Module | None:
-    """The outermost of these modules whose call is not compiled yet."""
-    free = [m for m in callers if compiled_call(m) is None and m is not but]
-    return free[-1] if free else None

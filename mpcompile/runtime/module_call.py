@@ -38,17 +38,16 @@ from ..torch_inside.modules import (
     buffers_of,
     compiled_call,
     entered_by_dynamo,
-    hooks_around,
     plain_call,
     set_compiled_call,
 )
-from ..torch_inside.names import BackendCompilerFailed, torchscript_trace
+from ..torch_inside.names import BackendCompilerFailed, autocast_is_on, torchscript_trace
 from . import given_up, uncalled
 from .half_inputs import refuse_written, widened, widens_inputs
 from .left_to_python import ProductsCheck, enter_by_itself, entry, shared_entry
 from .outside_products import aside
 from .owned_backend import compiled_by
-from .regions import Regions
+from .regions import Regions, hooks_of
 from .sharded_call import between_hooks, ends_graph, own_forward, parts_of
 
 __all__ = ["ModuleCall", "compiled_part", "running"]
@@ -75,7 +74,7 @@ def running(
 
     def untraced(*args: Any, **kwargs: Any) -> Any:
         try:
-            with foreign.without_autocast() if foreign.is_under_autocast() else _AS_IT_IS:
+            with foreign.without_autocast() if autocast_is_on() else _AS_IT_IS:
                 if looking is not None and looking.due:
                     result = looking.at(inner, args, kwargs)
                 else:
@@ -132,9 +131,9 @@ class ModuleCall:
         *,
         backend: Callable[..., Any],
         reads_copies: bool,
-        keeps_copies: bool,
-        check: Callable[[nn.Module], None],
-        called: Callable[[nn.Module], bool],
+        keeps_copies: bool = False,
+        check: Callable[[nn.Module], None] = lambda _: None,
+        called: Callable[[nn.Module], bool] = lambda _: True,
         looking: Callable[[nn.Module], ProductsCheck] | None = None,
         regions: Regions | None = None,
         scaled: Callable[[], bool] = lambda: False,
@@ -150,7 +149,7 @@ class ModuleCall:
         self._sample = next(module.parameters(), None)
         self._look_at_dtype()
         self._told = not any(True for _ in module.parameters())
-        self._hooks, self._owners = self._hooks_now(), self._owners_now()
+        self._hooks, self._owners = hooks_of(module), self._owners_now()
         self._changes = parameters.changes()
         self._forward: Any = None
         self._look_at_forward()
@@ -177,7 +176,9 @@ class ModuleCall:
         self._look_at_forward()
         if self._keeps_copies:
             follow_grad_mode(self._module)
-        if self._is_stale() or self._is_to_be_divided():
+        # Equal modules are found at the first call, when hooks and optimizers are there.
+        divides = self._regions is not None and not self._regions.divided
+        if self._is_stale() or divides:
             self._compiled = self._compile()
         made: list[torch.Tensor] = []
         if self._widens:
@@ -227,21 +228,9 @@ class ModuleCall:
             enter_by_itself(part)
             return
         call = ModuleCall(
-            part,
-            self._compile_kwargs,
-            backend=self._backend,
-            reads_copies=self._reads_copies,
-            keeps_copies=False,
-            check=lambda _: None,
-            called=lambda _: True,
+            part, self._compile_kwargs, backend=self._backend, reads_copies=self._reads_copies
         )
         set_compiled_call(part, ends_graph(call))
-
-    def _is_to_be_divided(self) -> bool:
-        """Whether equal modules are still to be found: at the first call, when hooks and optimizers
-        are there.
-        """
-        return self._regions is not None and not self._regions.divided
 
     def _for_each(self, kind: type[nn.Module], backend: Callable[..., Any]) -> Callable[..., Any]:
         """The call of any module of a class, compiled; it takes the module, too."""
@@ -262,7 +251,7 @@ class ModuleCall:
     def _is_stale(self) -> bool:
         """Whether something has changed that Dynamo doesn't guard on."""
         stale = False
-        if (hooks := self._hooks_now()) != self._hooks:
+        if (hooks := hooks_of(self._module)) != self._hooks:
             self._hooks, stale = hooks, True
         if self._reads_copies and (changes := parameters.changes()) != self._changes:
             self._changes = changes
@@ -284,10 +273,6 @@ class ModuleCall:
         if (forward := foreign.replaced_forward(self._module)) is not self._forward:
             foreign.refuse_autocast_forward(self._module)
             self._forward = forward
-
-    def _hooks_now(self) -> tuple[int, ...]:
-        kinds = hooks_around(self._module)
-        return tuple(number for kind in kinds for number in kind) if any(kinds) else ()
 
     def _owners_now(self) -> list[int]:
         return [id(parameters.owner_of(p)) for p in self._module.parameters()]

@@ -31,7 +31,7 @@ from ..torch_inside.modules import compiled_call, hooks_around, set_compiled_cal
 from ..torch_inside.names import compile_lock, dynamo_config
 from .sharded_call import ends_graph
 
-__all__ = ["Regions"]
+__all__ = ["Regions", "hooks_of"]
 
 Function = Callable[..., Any]
 
@@ -97,9 +97,10 @@ def _unguarded(
     )
 
 
-def _hooks_of(module: nn.Module) -> tuple[int, ...]:
+def hooks_of(module: nn.Module) -> tuple[int, ...]:
     """The numbers of the hooks on a module itself."""
-    return tuple(number for kind in hooks_around(module) for number in kind)
+    kinds = hooks_around(module)
+    return tuple(number for kind in kinds for number in kind) if any(kinds) else ()
 
 
 class Shared:
@@ -122,11 +123,11 @@ class Shared:
     def call_of(self, module: nn.Module) -> Function:
         """What a call of the module from Python runs."""
         run: Function | None = None
-        hooks = _hooks_of(module)
+        hooks = hooks_of(module)
 
         def call(*args: Any, **kwargs: Any) -> Any:
             nonlocal run, hooks
-            if (now := _hooks_of(module)) != hooks:  # Dynamo doesn't guard on them
+            if (now := hooks_of(module)) != hooks:  # Dynamo doesn't guard on them
                 run, hooks = self._compiled(self._count), now
             if run is not None:
                 return run(module, *args, **kwargs)

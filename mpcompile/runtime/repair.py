@@ -31,7 +31,7 @@ from ..scaling import guard
 from ..scaling.loss_scale import LossScale
 from ..torch_inside.names import reset_code
 
-__all__ = ["Repairable", "repair"]
+__all__ = ["NotedCall", "Repairable", "repair"]
 
 # What is not finite. What comes later follows from what comes before.
 _SERIOUS = (FaultKind.OVERFLOW, FaultKind.OWN, FaultKind.BACKWARD)
@@ -107,17 +107,14 @@ class Repairable:
         inputs = enumerate(graph.find_nodes(op="placeholder"))
         self.written = [i for i, n in inputs if ir.storage(n) in memory]
 
-    def note(self, given: Sequence[Any]) -> _Call:
-        """Note a call that is about to run. Tell what it returns of the results.
 
-        Args:
-            given: all inputs of the rewritten graph; the caller's come first.
-        """
-        return _Call(self, given)
+class NotedCall:
+    """One call of a graph that is about to run, to be run again when its step is over. Tell it of
+    the results.
 
-
-class _Call:
-    """One call of a graph, to be run again when its step is over."""
+    Args:
+        given: all inputs of the rewritten graph; the caller's come first.
+    """
 
     def __init__(self, graph: Repairable, given: Sequence[Any]) -> None:
         self.graph = graph

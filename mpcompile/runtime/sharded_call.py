@@ -12,7 +12,6 @@ compiled one by one:
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
@@ -21,16 +20,24 @@ from torch import nn
 
 from ..ranks import fsdp
 from ..torch_inside.modules import plain_call
+from ..torch_inside.replace import Spot, put
 
 Function = Callable[..., Any]
 
 
 def between_hooks(module: nn.Module, forward: Function) -> Function:
-    """A call of a sharded module: its hooks run as they are, around this forward."""
+    """A call of a sharded module: its hooks run as they are, around this forward.
+
+    While it lasts, `module.forward` is another function. It goes back to what it was: a module that
+    someone pickles, copies or asks for its forward is as it was.
+    """
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        with _replaced(module, forward):
+        undo = put(Spot(vars(module), "forward"), forward)
+        try:
             return plain_call(module)(*args, **kwargs)
+        finally:
+            undo()
 
     return ends_graph(call)
 
@@ -39,23 +46,6 @@ def ends_graph(call: Function) -> Function:
     """Make Dynamo end a graph before this call. What was compiled inside of it stays compiled."""
     disabled: Function = torch.compiler.disable(call)
     return disabled
-
-
-@contextlib.contextmanager
-def _replaced(module: nn.Module, forward: Function) -> Iterator[None]:
-    """While this lasts, `module.forward` is another function. It goes back to what it was: a module
-    that someone pickles, copies or asks for its forward is as it was.
-    """
-    attributes = vars(module)
-    own = attributes.get("forward")
-    attributes["forward"] = forward
-    try:
-        yield
-    finally:
-        if own is None:
-            attributes.pop("forward", None)
-        else:
-            attributes["forward"] = own
 
 
 def own_forward(module: nn.Module) -> Function:

@@ -22,7 +22,6 @@ from ..scaling import hooks, optimizer_state
 
 # By `id`: half parameters that graphs with a backward were compiled with.
 _trained: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
-_seen: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
 
 def reached(inputs: Iterable[Any]) -> None:
@@ -37,24 +36,22 @@ def reached(inputs: Iterable[Any]) -> None:
 
 def _look(optimizer: Optimizer) -> None:
     """An optimizer is about to step."""
-    if not _trained or optimizer in _seen or optimizer_state.state_of(optimizer).skips_by_itself:
+    if not _trained:
         return
-    _seen.add(optimizer)
+    state = optimizer_state.state_of(optimizer)
+    if state.looked_for_masters or state.skips_by_itself:
+        return
+    state.looked_for_masters = True
     if not type(optimizer).__module__.startswith("torch.optim."):
         return
-    params: list[torch.Tensor] = [p for group in optimizer.param_groups for p in group["params"]]
-    for param in params:
-        if _trained.get(id(param)) is param and param.dtype in HALF:
-            _warn(type(optimizer).__name__, param)
-            return
-
-
-def _warn(name: str, param: torch.Tensor) -> None:
-    dtype = str(param.dtype).removeprefix("torch.")
-    warnings.warn(
-        f"mpcompile: {name} updates weights that are stored in {dtype} (one of shape "
-        f"{tuple(param.shape)}), without FP32 masters: an update of less than 0.2% of a weight is "
-        f"lost. Use MPOptimizer({name}(...)), which keeps masters, or call model.float() before",
-        MPCompileWarning,
-        stacklevel=6,
-    )
+    held = optimizer_state.held_parameters(optimizer)
+    if low := [p for p in held if _trained.get(id(p)) is p and p.dtype in HALF]:
+        name, dtype = type(optimizer).__name__, str(low[0].dtype).removeprefix("torch.")
+        warnings.warn(
+            f"mpcompile: {name} updates weights that are stored in {dtype} (one of shape "
+            f"{tuple(low[0].shape)}), without FP32 masters: an update of less than 0.2% of a "
+            f"weight is lost. Use MPOptimizer({name}(...)), which keeps masters, or call "
+            "model.float() before",
+            MPCompileWarning,
+            stacklevel=5,
+        )

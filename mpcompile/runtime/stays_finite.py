@@ -21,11 +21,9 @@ by itself.
 
 from __future__ import annotations
 
-import functools
 import math
 import sys
 import warnings
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from time import perf_counter
 from typing import Any
@@ -79,6 +77,9 @@ class FiniteCheck:
         params: the parameters that are trained, as far as they are known.
     """
 
+    _level = 4  # of the stack, where the user makes the call
+    _turn = 0  # which weight or gradient is looked at
+
     def __init__(self, what: str, params: Iterable[torch.Tensor]) -> None:
         self._what, self._calls, self._over = what, 0, False
         self._next = 1  # the next call in which something is to be done
@@ -113,11 +114,6 @@ class FiniteCheck:
             pause = max(1, int(min(PAUSE * self._took / step, sys.maxsize)))
             self._next = min(1 << number.bit_length(), number + pause)
 
-    @property
-    def _sees_all(self) -> bool:
-        """Whether the look of this call may take time: rarer and rarer; or must be sure."""
-        return self._bad is not None or self._calls & (self._calls - 1) == 0
-
     def _look(
         self, values: Sequence[torch.Tensor], bad: Callable[[Sequence[Number]], str],
         *, is_part: bool = False,
@@ -131,37 +127,34 @@ class FiniteCheck:
         if values and self._later is None and all(map(_is_real, values)):
             self._later = self._calls, self._looks.at(*values), bad, is_part
 
-    def _heard(self, params: Iterable[torch.Tensor]) -> str | None:
-        """Take in what has arrived. Returns what is to be said, once it was bad twice in a row.
+    def _hear(self, params: Iterable[torch.Tensor]) -> None:
+        """Take in what has arrived, and warn once it was bad twice in a row.
 
         Args:
             params: those that are trained.
         """
         later = self._later
         if later is None or (numbers := later[1].read()) is None:
-            return None
+            return
         call, _, bad, is_part = later
         self._later = None
         if not any(map(_is_bad, numbers)):
             self._fine, self._bad = call, None
             self._told = self._told if is_part else _told.count
-            return None
+            return
         if self._bad is None:
             self._bad = call, bad(numbers)
-            return None
+            return
         self._over = True
         for param in params:
             _told.about[param] = True
         if self._told != _told.count:
-            return None
+            return
         _told.count += 1
         first, what = self._bad
         before = f" ({self._fine} was still finite)" if self._fine else ""
-        return f"mpcompile: since {self._what} {first}{before}, {what}"
-
-
-def _tell(text: str, stacklevel: int) -> None:
-    warnings.warn(f"{text}. {_DIAGNOSE}", MPCompileWarning, stacklevel=stacklevel)
+        text = f"mpcompile: since {self._what} {first}{before}, {what}. {_DIAGNOSE}"
+        warnings.warn(text, MPCompileWarning, stacklevel=self._level)
 
 
 def _is_bad(number: Number) -> bool:
@@ -190,7 +183,9 @@ def watching(compiled: Function, examples: Sequence[Any], names: Names) -> Funct
         return compiled
     leaves = [i for i in trained if examples[i].is_leaf]
     params = [examples[i] for i in leaves]
-    _reach(params, names)
+    hooks.look_before_steps(_before_step)
+    for param in [*params, *(shard.parameter for shard in fsdp.shards_of(params))]:
+        _reached[param] = names
     watch = StepFiniteCheck("training call", params)
 
     def run(*args: Any) -> Any:
@@ -205,8 +200,6 @@ def watching(compiled: Function, examples: Sequence[Any], names: Names) -> Funct
 
 class StepFiniteCheck(FiniteCheck):
     """Looks at the calls of something compiled that is trained: see `FiniteCheck`."""
-
-    _turn = 0  # which weight is looked at
 
     def see(
         self, results: Sequence[Any], weights: Sequence[torch.Tensor],
@@ -247,10 +240,6 @@ class StepFiniteCheck(FiniteCheck):
 
         self._look([x for x, _ in alike], bad)
 
-    def _hear(self, weights: Sequence[torch.Tensor]) -> None:
-        if (text := self._heard(weights)) is not None:
-            _tell(text, stacklevel=5)
-
 
 def _is_scalar(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.is_floating_point() and value.dim() == 0
@@ -258,26 +247,9 @@ def _is_scalar(value: Any) -> bool:
 
 # -- optimizers ------------------------------------------------------------------------------------
 
-# By `id`: trained parameters of graphs without a loss scale, and the names in their models.
-_reached: dict[int, tuple[weakref.ref[torch.Tensor], Names]] = {}
-
-
-def _reach(params: Sequence[torch.Tensor], names: Names) -> None:
-    """A graph without a loss scale was compiled with these parameters."""
-    hooks.look_before_steps(_before_step)
-    for param in [*params, *(shard.parameter for shard in fsdp.shards_of(params))]:
-        gone = functools.partial(_forget, id(param), _reached)
-        _reached[id(param)] = weakref.ref(param, gone), names
-
-
-def _forget(key: int, known: dict[int, Any], gone: weakref.ref[torch.Tensor]) -> None:
-    if key in known and known[key][0] is gone:
-        del known[key]
-
-
-def _is_reached(param: torch.Tensor) -> bool:
-    known = _reached.get(id(param))
-    return known is not None and known[0]() is param
+# Trained parameters that graphs without a loss scale were compiled with, and the names in their
+# models.
+_reached = WeakIdKeyDictionary()
 
 
 def _before_step(optimizer: Optimizer) -> None:
@@ -293,26 +265,29 @@ def _before_step(optimizer: Optimizer) -> None:
 class _OptimizerWatch(FiniteCheck):
     """Looks at the gradients that an optimizer is about to use: see `FiniteCheck`."""
 
+    _level = 7
+
     def __init__(self, optimizer: Optimizer) -> None:
-        super().__init__(f"{type(optimizer).__name__}'s step", _held(optimizer))
-        self._turn = 0
+        held = optimizer_state.held_parameters(optimizer)
+        super().__init__(f"{type(optimizer).__name__}'s step", held)
 
     def see(self, optimizer: Optimizer) -> None:
         """Look at a step in which `comes` says so."""
-        began, held = perf_counter(), _held(optimizer)
+        began, held = perf_counter(), optimizer_state.held_parameters(optimizer)
         # Else it isn't ours, or a loss scale judges its gradients.
-        if any(map(_is_reached, held)) and not any(map(parameters.scales_of, held)):
-            self._hear(optimizer, held)
+        if any(p in _reached for p in held) and not any(map(parameters.scales_of, held)):
+            self._hear(held)
             if not self._over:
                 self._look_at(optimizer, held)
-                self._hear(optimizer, held)
+                self._hear(held)
         self._done(began)
 
     def _look_at(self, optimizer: Optimizer, held: Sequence[torch.Tensor]) -> None:
         gradients = [p.grad for p in held if p.grad is not None]
         if not gradients or isinstance(gradients[0], FakeTensor):
             return
-        sees_all = self._sees_all
+        # Whether this look may take time: rarer and rarer; or must be sure.
+        sees_all = self._bad is not None or self._calls & (self._calls - 1) == 0
         if sees_all:
             gradients = [g for g in gradients if g.device == gradients[0].device]
         else:
@@ -324,14 +299,6 @@ class _OptimizerWatch(FiniteCheck):
             if skipped is not None and skipped.device == values[0].device:
                 values.append(skipped)
         self._look(values, lambda _: _named(held, optimizer), is_part=not sees_all)
-
-    def _hear(self, optimizer: Optimizer, held: Sequence[torch.Tensor]) -> None:
-        if (text := self._heard(held)) is not None:
-            _tell(text, stacklevel=8)  # where the user calls `step`
-
-
-def _held(optimizer: Optimizer) -> list[torch.Tensor]:
-    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 def _sum(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -365,7 +332,7 @@ def _named(held: Sequence[torch.Tensor], optimizer: Optimizer) -> str:
 def _names(params: Sequence[torch.Tensor]) -> str:
     """The first ones of some parameters, by their names where they are known."""
     names: dict[int, str] = {}
-    for find in {_reached[id(p)][1] for p in params if _is_reached(p)}:
+    for find in {_reached[p] for p in params if p in _reached}:
         names.update(find())
     words = [names.get(id(p), f"a parameter of shape {tuple(p.shape)}") for p in params[:3]]
     more = f" and {len(params) - 3} more" if len(params) > 3 else ""

@@ -54,8 +54,8 @@ def compile_steps(module: Any, compiled: Callable[..., Call]) -> None:
             unbound.
     """
     set_compiled_call(module, _Forward(module, compiled_call(module)))
-    _keep_out_of_graphs(_metrics(module))
-    vars(module)["__getstate__"] = _PlainState(module)
+    _keep_metrics_out_of_graphs(module)
+    vars(module)["__getstate__"] = functools.partial(_plain_state, module)
     logs = _Logs(module)
     for name in STEPS:
         method: Any = getattr(module, name, None)
@@ -80,21 +80,17 @@ def _unbound(method: Any) -> Call:
     return lambda _, *args, **kwargs: method(*args, **kwargs)  # of a functools.partialmethod
 
 
-def _metrics(module: nn.Module) -> list[Any]:
-    """The torchmetrics in a module."""
-    torchmetrics = sys.modules.get("torchmetrics")
-    if torchmetrics is None:
-        return []
-    return [m for m in module.modules() if isinstance(m, torchmetrics.Metric)]
-
-
-def _keep_out_of_graphs(metrics: list[Any]) -> None:
-    """Let metrics run as they are: their lists and counters would compile each step again."""
+def _keep_metrics_out_of_graphs(module: nn.Module) -> None:
+    """Let the torchmetrics in a module run as they are: their lists and counters would compile each
+    step again.
+    """
+    kinds = getattr(sys.modules.get("torchmetrics"), "Metric", ())
+    metrics: list[Any] = [m for m in module.modules() if isinstance(m, kinds)]
     for metric in metrics:
         if compiled_call(metric) is None:
             set_compiled_call(metric, torch.compiler.disable(plain_call(metric)))
             metric.update = torch.compiler.disable(metric.update)
-            vars(metric)["__getstate__"] = _PlainState(metric)
+            vars(metric)["__getstate__"] = functools.partial(_plain_state, metric)
 
 
 def _called_submodules(module: nn.Module) -> Iterator[Any]:
@@ -108,41 +104,31 @@ def _called_submodules(module: nn.Module) -> Iterator[Any]:
             yield child
 
 
-class _PlainState:
-    """What copy, deepcopy and pickle take of a module: all but what was put into it here. That is
-    bound to this one module: a copy that had it would run, or write to, the original.
-
-    Args:
-        module: a LightningModule, or a metric.
+def _plain_state(module: nn.Module) -> Any:
+    """What copy, deepcopy and pickle take of a LightningModule, or of a metric: all but what was
+    put into it here. That is bound to this one module: a copy that had it would run, or write to,
+    the original.
     """
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
-
-    def __call__(self) -> Any:
-        state = type(self._module).__getstate__(self._module)
-        if not isinstance(state, dict):  # of the user's own making
-            return state
-        ours = ("__getstate__", COMPILED_CALL)
-        state = {name: value for name, value in state.items() if name not in ours}
-        steps = {name: step for name, step in state.items() if isinstance(step, StepCall)}
-        if steps and get_spawning_popen() is not None:
-            self._warn_of_spawning()
-        for name, step in steps.items():
-            del state[name]
-            if step.own is not None:
-                state[name] = step.own
+    state = type(module).__getstate__(module)
+    if not isinstance(state, dict):  # of the user's own making
         return state
-
-    def _warn_of_spawning(self) -> None:
-        name = type(self._module).__name__
+    ours = ("__getstate__", COMPILED_CALL)
+    state = {name: value for name, value in state.items() if name not in ours}
+    steps = {name: step for name, step in state.items() if isinstance(step, StepCall)}
+    if steps and get_spawning_popen() is not None:
         warnings.warn(
-            f"{name} was compiled by mpcompile(), and is sent to another process as a plain copy, "
-            "which trains in FP32. Leave mpcompile() out and use MPCompilePrecision, the plugin: "
-            'it compiles in the processes that Lightning spawns (strategy="ddp_spawn")',
+            f"{type(module).__name__} was compiled by mpcompile(), and is sent to another process "
+            "as a plain copy, which trains in FP32. Leave mpcompile() out and use "
+            "MPCompilePrecision, the plugin: it compiles in the processes that Lightning spawns "
+            '(strategy="ddp_spawn")',
             MPCompileWarning,
-            stacklevel=2,
+            stacklevel=1,
         )
+    for name, step in steps.items():
+        del state[name]
+        if step.own is not None:
+            state[name] = step.own
+    return state
 
 
 class StepCall:

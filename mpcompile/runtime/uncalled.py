@@ -19,7 +19,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..errors import MPCompileWarning
-from ..scaling import hooks
+from ..scaling import hooks, optimizer_state
 from ..torch_inside.modules import compiled_call
 
 # compiled modules not called yet -> optimizers known to hold none of their parameters
@@ -62,7 +62,7 @@ def _look(optimizer: Optimizer) -> None:
         if optimizer in others:
             continue
         if held is None:
-            held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+            held = set(map(id, optimizer_state.held_parameters(optimizer)))
         own = [p for p in module.parameters() if id(p) in held]
         if not own:
             others.add(optimizer)
@@ -79,24 +79,17 @@ def _updates(optimizer: Optimizer) -> bool:
 
 
 def _ended(known: weakref.ref[nn.Module]) -> None:
-    """The call that was ours is no more."""
+    """The call that was ours is no more; another's may have come."""
     module = known()
-    if module is not None and _is_anothers(compiled_call(module)):
-        _warn_of_replaced(module)
-
-
-def _is_anothers(call: Any) -> bool:
-    return call is not None and not type(call).__module__.startswith("mpcompile.")
-
-
-def _warn_of_replaced(module: nn.Module) -> None:
-    name = type(module).__name__
-    warnings.warn(
-        f"mpcompile: {name}.compile() was called after mpcompile() and took its place: the module "
-        "runs in FP32 from now on. Leave it out, or call mpcompile(model) after it",
-        MPCompileWarning,
-        stacklevel=6,  # where the user calls `compile`
-    )
+    call = None if module is None else compiled_call(module)
+    if call is not None and not type(call).__module__.startswith("mpcompile."):
+        warnings.warn(
+            f"mpcompile: {type(module).__name__}.compile() was called after mpcompile() and took "
+            "its place: the module runs in FP32 from now on. Leave it out, or call "
+            "mpcompile(model) after it",
+            MPCompileWarning,
+            stacklevel=5,  # where the user calls `compile`
+        )
 
 
 def _warn(module: nn.Module, optimizer: Optimizer) -> None:

@@ -29,7 +29,7 @@ from ..errors import MPCompileError
 from ..ranks import ddp, fsdp
 from ..ranks.agree import Ranks
 from ..ranks.shards import ranks_of
-from ..torch_inside.distributed import is_reducing
+from ..torch_inside.distributed import is_reducing, parameters_of
 from ..torch_inside.names import running_backward
 from . import copies, optimizer_state, parameters
 from .loss_scale import LossScale
@@ -50,7 +50,7 @@ def before_step(optimizer: Optimizer) -> None:
     open_ = [sharding for sharding in _fsdp.values() if sharding.is_open()]
     if not reductions and not open_:
         return
-    held = [p for group in optimizer.param_groups for p in group["params"]]
+    held = optimizer_state.held_parameters(optimizer)
     order = {id(p): i for i, p in enumerate(held)}
     for reduction in reductions:
         if not order.keys().isdisjoint(reduction.ids):
@@ -88,18 +88,14 @@ def agree(held: Sequence[torch.Tensor], ranks: Ranks) -> list[bool]:
     starts, all_know, everywhere, nowhere = (numbers[i * n : (i + 1) * n] for i in range(4))
     for p, all_scaled, none_scaled in zip(held, everywhere, nowhere, strict=True):
         if not (all_scaled or none_scaled):
-            _refuse(p)
+            raise MPCompileError(
+                f"a parameter of shape {tuple(p.shape)} gets scaled gradients on some ranks only. "
+                'Others have left a graph in FP32, as a warning says (use loss_scale="none"), or '
+                "have not run the compiled model before the first step"
+            )
     for scale in {s for s in scales if s is not None}:
         scale.take_start(min(x for x, s in zip(starts, scales, strict=True) if s is scale))
     return [x < math.inf or bool(y) for x, y in zip(starts, all_know, strict=True)]
-
-
-def _refuse(parameter: torch.Tensor) -> None:
-    raise MPCompileError(
-        f"a parameter of shape {tuple(parameter.shape)} gets scaled gradients on some ranks only. "
-        'Others have left a graph in FP32, as a warning says (use loss_scale="none"), or have not '
-        "run the compiled model before the first step"
-    )
 
 
 # -- DistributedDataParallel ----------------------------------------------------------------------
@@ -116,7 +112,7 @@ def enter_ddp(module: DistributedDataParallel, scale: LossScale | None) -> None:
         if reduction.settled and not scale.agreed:
             # Perhaps not all ranks run this graph, so they can't agree any more: each takes 2**16.
             scale.take_start(scale.value)
-        if ddp.will_reduce(module):
+        if module.require_backward_grad_sync:  # not under `no_sync`
             reduction.expected.add(scale)
         else:
             reduction.expected.discard(scale)
@@ -132,9 +128,8 @@ def beside(optimizer: Optimizer, scale: LossScale) -> tuple[Ranks, list[torch.Te
     when = parameters.changes(), len(_ddp), [len(group["params"]) for group in groups]
     known = optimizer_state.state_of(optimizer).beside
     if scale not in known or known[scale][0] != when:
-        held = [p for group in groups for p in group["params"]]
-        ids = {id(p) for p in held}
-        averaging = [r for r in _ddp.values() if not ids.isdisjoint(r.ids)]
+        held = optimizer_state.held_parameters(optimizer)
+        averaging = [r for r in _ddp.values() if not r.ids.isdisjoint(map(id, held))]
         averaged = {key for r in averaging for key in r.ids}
         own = [p for p in held if id(p) not in averaged and scale in parameters.scales_of(p)]
         own = [p for p in own if not hasattr(p, "device_mesh")]  # shards have ranks of their own
@@ -171,7 +166,7 @@ class Reduction:
     def parameters(self) -> list[torch.nn.Parameter]:
         """The parameters whose gradients it averages."""
         module = self._module()
-        return [] if module is None else ddp.reduced_parameters(module)
+        return [] if module is None else [p for p in parameters_of(module) if p.requires_grad]
 
     # -- in a backward ----------------------------------------------------------------------------
 

@@ -8,6 +8,9 @@ import torch
 
 from ..devices.registry import capabilities
 
+# Pinned memory for some numbers, and the event that tells when they are there.
+_Buffer = tuple[tuple[torch.Tensor, ...], Any]
+
 
 class HostBuffers:
     """Memory of the host, and events, for looks at numbers like these: each is used again once its
@@ -15,37 +18,12 @@ class HostBuffers:
     """
 
     def __init__(self) -> None:
-        self._free: list[_Buffer] = []
+        self._free: dict[object, list[_Buffer]] = {}  # by the device and the dtypes
 
     def at(self, *values: torch.Tensor) -> AsyncRead:
         """Look at 0-d tensors of one device."""
-        for i, place in enumerate(self._free):
-            if place.is_like(values):
-                return AsyncRead(*values, place=self._free.pop(i), looks=self)
-        return AsyncRead(*values, looks=self)
-
-    def take_back(self, place: _Buffer) -> None:
-        self._free.append(place)
-
-
-class _Buffer:
-    """Pinned memory for some numbers, and the event that tells when they are there."""
-
-    def __init__(self, values: tuple[torch.Tensor, ...]) -> None:
-        self.device = values[0].device
-        self.mirrors = tuple(torch.zeros_like(v, device="cpu").pin_memory() for v in values)
-        self.event: Any = None
-
-    def is_like(self, values: tuple[torch.Tensor, ...]) -> bool:
-        """Whether the memory is for numbers of this device and these dtypes."""
-        dtypes = [mirror.dtype for mirror in self.mirrors]
-        return self.device == values[0].device and dtypes == [value.dtype for value in values]
-
-    def fetch(self, values: tuple[torch.Tensor, ...]) -> None:
-        """Copy them, when the device gets there."""
-        for mirror, value in zip(self.mirrors, values, strict=True):
-            mirror.copy_(value, non_blocking=True)
-        self.event = capabilities(self.device).record_event(self.event)
+        like = values[0].device, *(value.dtype for value in values)
+        return AsyncRead(values, self._free.setdefault(like, []))
 
 
 class AsyncRead:
@@ -53,33 +31,36 @@ class AsyncRead:
     then; on a GPU after a copy.
 
     Args:
-        place: where they are copied to; None: new memory.
-        looks: takes the place back once they are read.
+        free: where they may be copied to; takes the place back once they are read.
     """
 
-    def __init__(
-        self, *values: torch.Tensor, place: _Buffer | None = None, looks: HostBuffers | None = None
-    ) -> None:
-        self._place: _Buffer | None = None
-        self._mirrors, self._looks = values, looks
+    def __init__(self, values: tuple[torch.Tensor, ...], free: list[_Buffer]) -> None:
+        self._mirrors, self._free = values, free
+        self._event: Any = None
         self._numbers: tuple[int | float | bool, ...] | None = None
-        if capabilities(values[0].device).asynchronous:
-            self._place = place or _Buffer(values)
-            self._place.fetch(values)
-            self._mirrors = self._place.mirrors
+        there = capabilities(values[0].device)
+        if there.asynchronous:
+            if free:
+                self._mirrors, self._event = free.pop(0)
+            else:
+                empty = (torch.zeros_like(value, device="cpu") for value in values)
+                self._mirrors = tuple(mirror.pin_memory() for mirror in empty)
+            for mirror, value in zip(self._mirrors, values, strict=True):
+                mirror.copy_(value, non_blocking=True)
+            self._event = there.record_event(self._event)
 
     def wait(self) -> None:
-        if self._place is not None:
-            self._place.event.synchronize()
+        if self._event is not None:
+            self._event.synchronize()
 
     def read(self) -> tuple[int | float | bool, ...] | None:
         """The numbers, or None if they have not arrived yet."""
         if self._numbers is None:
-            if self._place is not None and not self._place.event.query():
+            if self._event is not None and not self._event.query():
                 return None
             # Read the memory directly: the tensor's `.item()` is an operator that may synchronise.
             self._numbers = tuple([mirror.numpy().item() for mirror in self._mirrors])
-            if self._place is not None and self._looks is not None:
-                self._looks.take_back(self._place)
-            self._place, self._mirrors = None, ()
+            if self._event is not None:
+                self._free.append((self._mirrors, self._event))
+            self._event, self._mirrors = None, ()
         return self._numbers

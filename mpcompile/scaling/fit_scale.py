@@ -35,11 +35,12 @@ from ..devices.registry import RandomState, unchanged
 from ..errors import MPCompileError
 from ..ir.fakes import duplicate
 from ..ir.inputs import GraphInputs
+from ..torch_inside.names import keeps_graph
 from ..torch_inside.tensors import base_of, version, whole
 from .loss_scale import LossScale
 from .messages import Seen
 from .overflows import any_nonfinite
-from .second_backward import is_kept, notice
+from .second_backward import notice
 
 # How far the two scales lie apart. A gradient of FP16's smallest numbers may double at a lower
 # scale, by rounding; not grow by this.
@@ -139,9 +140,6 @@ class _Trial:
         return [_like(x, known[id(_base(x))]) if isinstance(x, torch.Tensor) else x
                 for x in self.results]  # fmt: skip
 
-    def _given(self, saved: Saved) -> list[Any]:
-        return [self.before.get(i, x) for i, x in enumerate(saved())]
-
     def again(self, saved: Saved, at: float) -> None:
         given = [
             duplicate(self.before[i]).requires_grad_(_is_tracked(x)) if i in self.before else x
@@ -166,7 +164,7 @@ class _Trial:
                 [*leaves, self.found],
                 [grad for _, grad in pairs],
                 allow_unused=True,
-                retain_graph=is_kept(),  # what is compiled in this backward is compiled for that
+                retain_graph=keeps_graph(),  # what is compiled in this backward is compiled for it
             )
         self.results, self.bases = None, []  # autograd has freed their graph
         by_leaf = iter(found)
@@ -185,7 +183,8 @@ class _Trial:
         fit = self.fits(gradients)
         if not fit:
             received = [whole(g) for g in grads if g is not None]
-            call = Seen.of(self.inputs.names, self._given(saved), results, received)
+            given = [self.before.get(i, x) for i, x in enumerate(saved())]
+            call = Seen.of(self.inputs.names, given, results, received)
             if call.hopeless:
                 self.scale.said.hopeless(self.number, call)
             gradients, fit = self._lower(saved, grads, gradients, once=call.hopeless)

@@ -19,7 +19,7 @@ import logging
 import sys
 import warnings
 from collections.abc import Callable
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -29,7 +29,6 @@ from torch.optim import Optimizer
 from .. import logs
 from ..devices import registry
 from ..errors import MPCompileError, MPCompileWarning
-from ..torch_inside.names import autocast_is_on
 from ..torch_inside.tensors import is_enabled
 from . import optimizer_state, parameters
 
@@ -41,10 +40,16 @@ def look_for_scaler(optimizer: Optimizer) -> None:
     Looks at the first step at which they are scaled.
     """
     state = optimizer_state.state_of(optimizer)
-    if state.looked_for_scaler or not _is_scaled(optimizer):
+    if state.looked_for_scaler:
+        return
+    held = optimizer_state.held_parameters(optimizer)
+    if not any(scale.active for p in held for scale in parameters.scales_of(p)):
         return
     state.looked_for_scaler = True
-    if _scaler_that_steps() is not None:
+    # Optimizers aren't told: only a fused one gets the scaler's tensors.
+    frame = frame_of(_SCALERS_STEP)
+    scaler: Any = None if frame is None else frame.f_locals.get("self")
+    if scaler is not None and scaler.is_enabled():
         warnings.warn(
             f"a GradScaler steps {type(optimizer).__name__}, whose gradients mpcompile scales, "
             "unscales and checks: two loss scales, and an overflow skips a step under each. Leave "
@@ -55,22 +60,12 @@ def look_for_scaler(optimizer: Optimizer) -> None:
         )
 
 
-def _is_scaled(optimizer: Optimizer) -> bool:
-    held = (p for group in optimizer.param_groups for p in group["params"])
-    return any(scale.active for p in held for scale in parameters.scales_of(p))
-
-
-def _scaler_that_steps() -> Any:
-    """The enabled GradScaler whose `step` is running, or None. Optimizers aren't told: only a fused
-    one gets the scaler's tensors.
-    """
+def frame_of(code: CodeType) -> FrameType | None:
+    """The innermost call of this code that is running, or None."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if frame.f_code is _SCALERS_STEP:
-            scaler = frame.f_locals.get("self")
-            return scaler if scaler is not None and scaler.is_enabled() else None
+    while frame is not None and frame.f_code is not code:
         frame = frame.f_back
-    return None
+    return frame
 
 
 def replaced_forward(module: nn.Module) -> Callable[..., Any] | None:
@@ -96,13 +91,6 @@ def _autocasts(function: Any) -> list[Any]:
     """The enabled autocasts that a function made by autocast's decorator enters."""
     held = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
     return [a for a in held if isinstance(a, torch.autocast) and is_enabled(a)]
-
-
-def is_under_autocast() -> bool:
-    """Whether the caller of this has autocast on. (Not asked while Dynamo traces the call into a
-    graph of someone else's.)
-    """
-    return not torch.compiler.is_dynamo_compiling() and autocast_is_on()
 
 
 def without_autocast() -> contextlib.AbstractContextManager[Any]:

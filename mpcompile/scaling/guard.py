@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 
 from ..devices.registry import capabilities
 from ..ranks import fsdp
-from ..ranks.agree import Ranks
+from ..ranks.agree import Ranks, is_distributed
 from ..ranks.shards import ranks_of
 from . import agreement, optimizer_state, parameters
 from .loss_scale import LossScale
@@ -59,47 +59,34 @@ def is_needed() -> bool:
     return bool(_live)
 
 
-def scales() -> list[LossScale]:
-    return list(_live)
-
-
 def skips_by_itself(optimizer: Optimizer) -> None:
     """Leave this optimizer's steps alone: they check the gradients themselves."""
     optimizer_state.state_of(optimizer).skips_by_itself = True
 
 
 def look(optimizer: Optimizer, scale: LossScale, *, upstream: bool = False) -> torch.Tensor | None:
-    """See `Overflows.look`. Where other ranks train the parameters, what all of them have found.
+    """See `Overflows.look`. What all ranks have found where the optimizer holds parameters of a
+    DDP, which must stay the same on all ranks, and others of this scale, whose gradients each rank
+    has for itself.
 
     Args:
         upstream: the optimizer's parameters come before the graphs.
     """
     overflows = scale.overflows  # an MPOptimizer's own scale has never any
     new = overflows.look(optimizer, upstream=upstream) if overflows.began else None
-    return _beside_ddp(optimizer, scale, new)
-
-
-def _beside_ddp(
-    optimizer: Optimizer, scale: LossScale, overflows: torch.Tensor | None
-) -> torch.Tensor | None:
-    """What all ranks have found where the optimizer holds parameters of a DDP, which must stay the
-    same on all ranks, and others of this scale, whose gradients each rank has for itself.
-    """
     ranks, own = agreement.beside(optimizer, scale)
     if not ranks:
-        return overflows
+        return new
     bad = any_nonfinite([p.grad for p in own if p.grad is not None])
     count = bad.to(ranks.device, torch.int64)
-    if overflows is not None:
-        count = count + overflows.to(ranks.device)
-    return ranks.all_max(count)
+    return ranks.all_max(count if new is None else count + new.to(ranks.device))
 
 
 def skip_if_overflowed(optimizer: Optimizer) -> None:
     """Hide the gradients from the coming step, if any of them must not be used; waits for the
     device. Call `show_hidden` after the step.
     """
-    held = [p for group in optimizer.param_groups for p in group["params"]]
+    held = optimizer_state.held_parameters(optimizer)
     gradients = [(p, p.grad) for p in held if p.grad is not None]
     if not gradients:
         return
@@ -167,7 +154,7 @@ def _common(flags: Sequence[torch.Tensor], ranks: Ranks) -> list[bool]:
 
 def decide_alike() -> bool:
     """Whether other ranks train the same parameters, so that all must decide alike."""
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    return is_distributed() and dist.get_world_size() > 1
 
 
 def _upstream_of(

@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-import sys
 import warnings
 from collections.abc import Callable
-from types import FrameType
 from typing import Any
 
 import torch
@@ -119,9 +117,7 @@ def _called_step(optimizer: Optimizer) -> Any:
     """The function that the step is: that of the optimizer's class or, called by it, of a base,
     which may take other arguments.
     """
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code is not _HOOKED_STEP:
-        frame = frame.f_back
+    frame = foreign.frame_of(_HOOKED_STEP)
     return type(optimizer).step if frame is None else frame.f_locals["func"]
 
 
@@ -166,7 +162,7 @@ def _look_for_gradient(optimizer: Optimizer, *, has_closure: bool) -> None:
     was_looked_for, state.looked_for_gradient = state.looked_for_gradient, True
     if was_looked_for or has_closure:
         return
-    held = [p for group in optimizer.param_groups for p in group["params"]]
+    held = optimizer_state.held_parameters(optimizer)
     ours = state.skips_by_itself or any(parameters.scales_of(p) for p in held)
     if ours and held and all(p.grad is None for p in held):
         say_no_gradient(optimizer, stacklevel=6)

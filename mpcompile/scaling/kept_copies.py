@@ -23,10 +23,10 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from ..devices.registry import capabilities, is_supported
+from ..ranks.agree import is_distributed
 from ..torch_inside.private_names import Part, why_off
 from ..torch_inside.tensors import holders, storage_of
 from . import copies
@@ -57,7 +57,8 @@ def follow_grad_mode(module: nn.Module) -> None:
     """Keep copies of the module's weights while it is called without grad mode; free them in the
     first call that trains. Asked in each call.
     """
-    evaluates = not torch.is_grad_enabled() and _is_alone()
+    # Other processes may send weights: what a collective writes isn't counted as a change of them.
+    evaluates = not (torch.is_grad_enabled() or is_distributed())
     if evaluates is (module in _keeping):
         return
     if evaluates:
@@ -69,13 +70,6 @@ def follow_grad_mode(module: nn.Module) -> None:
         for parameter in module.parameters():
             if type(parameter) is KeptWeight:
                 _release(parameter)
-
-
-def _is_alone() -> bool:
-    """Whether no other process sends weights to this one: what a collective writes isn't counted as
-    a change of the tensor.
-    """
-    return not (dist.is_available() and dist.is_initialized())
 
 
 def _not_shared(module: nn.Module) -> Iterator[nn.Parameter]:

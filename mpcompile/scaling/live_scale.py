@@ -44,7 +44,7 @@ class LiveScale:
 
     Attributes:
         rule: how they move.
-        forwards: how many training forwards there were; the scale moves once for each.
+        forwards: how many training forwards have begun; the scale moves once for each, at a step.
     """
 
     def __init__(self, state: ScaleState, rule: ScaleRule) -> None:
@@ -185,10 +185,6 @@ class LiveScale:
 
     # -- how it moves -----------------------------------------------------------------------------
 
-    def forward_begins(self) -> None:
-        """A training forward is about to run: the next step may move the scale again."""
-        self.forwards += 1
-
     def _is_first_step(self) -> bool:
         first, self._moved_at = self._moved_at != self.forwards, self.forwards
         return first
@@ -246,34 +242,21 @@ class ScaleCopies:
     """
 
     def __init__(self) -> None:
-        self._places: dict[object, list[_ScalePlace]] = {}  # by stream
+        # By stream: a copy, its memory, and how many hold that where nobody else does.
+        self._places: dict[object, list[tuple[torch.Tensor, torch.UntypedStorage, int]]] = {}
         self._taking = threading.Lock()  # two threads must not find the same place free
 
     def of(self, scale: torch.Tensor) -> torch.Tensor:
         """A copy of the scale as it is now, which nothing writes to as long as it is held."""
         places = self._places.setdefault(capabilities(scale.device).stream(), [])
         with self._taking:
-            for place in places:
-                if place.is_free():
-                    return place.take(scale)
-            if len(places) == _PLACES:
-                return scale.clone()
-            places.append(_ScalePlace(scale))
-            return places[-1].take(scale)
-
-
-class _ScalePlace:
-    """Memory for one copy."""
-
-    def __init__(self, like: torch.Tensor) -> None:
-        self._tensor = torch.empty_like(like)
-        self._memory = self._tensor.untyped_storage()
-        self._alone = holders(self._memory)
-
-    def is_free(self) -> bool:
-        return holders(self._memory) == self._alone
-
-    def take(self, scale: torch.Tensor) -> torch.Tensor:
-        # Its holders are seen because what they get is another tensor. It shares the version
-        # counter: were it written to while it is saved, autograd would refuse to go backward.
-        return self._tensor.copy_(scale).detach()
+            free = (place for place, memory, alone in places if holders(memory) == alone)
+            if (copy := next(free, None)) is None:
+                if len(places) == _PLACES:
+                    return scale.clone()
+                copy = torch.empty_like(scale)
+                memory = copy.untyped_storage()
+                places.append((copy, memory, holders(memory)))
+            # Its holders are seen because what they get is another tensor. It shares the version
+            # counter: were it written to while it is saved, autograd would refuse to go backward.
+            return copy.copy_(scale).detach()

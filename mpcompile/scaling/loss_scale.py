@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from ..ir.scale import INIT_SCALE, Ruled, ScaleRule, ScaleState, rule_of, updated
+from ..ir.scale import INIT_SCALE, Ruled, ScaleRule, ScaleState, rule_of
 from ..torch_inside.distributed import active_ddp
 from ..torch_inside.names import running_backward
 from .live_scale import LiveScale
@@ -36,7 +36,7 @@ _SETTINGS = tuple(field.name for field in dataclasses.fields(ScaleRule))
 
 _INTERNAL = {
     "active", "begin_step", "default", "fitting", "inputs", "rule", "saw_forward", "settle",
-    "skip_for", "start", "state", "stepped", "take_start", "update",
+    "skip_for", "start", "state", "stepped", "take_start",
 }  # fmt: skip
 
 
@@ -174,10 +174,6 @@ class LossScale(Ruled, metaclass=_Shown):
     def active(self) -> bool:
         return self.kind != "none"
 
-    def update(self, state: ScaleState, overflow: bool) -> ScaleState:
-        """The state after a step. Pure: no argument is changed."""
-        return updated(self.rule, state, overflow)
-
     def __dir__(self) -> list[str]:
         return dir(type(self))
 
@@ -257,7 +253,7 @@ class LossScale(Ruled, metaclass=_Shown):
         """
         if self.overflows.reductions and active_ddp() is None:
             return  # one rank's own forward, beside those that all ranks run
-        self.live.forward_begins()
+        self.live.forwards += 1
         self.loaded = False
         running = running_backward()
         self.search.end_if_found(but_in=running)
@@ -293,7 +289,8 @@ class LossScale(Ruled, metaclass=_Shown):
         return overflow
 
     def _step_looks(self) -> None:
-        self.search.end_if_over()
+        if not self.search.goes_on:  # found, or no graph can search
+            self.search.end()
         self.overflows.looked()
         self._optimized = True
 

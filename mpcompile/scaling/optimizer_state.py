@@ -20,6 +20,7 @@ class OptimizerState:
             none of its parameters.
         looked_for_scaler: a step at which its gradients were scaled was looked at (`foreign.py`).
         looked_for_gradient: its first step was looked at (`hooks.py`).
+        looked_for_masters: a step was looked at for FP32 masters (`runtime/stalls.py`).
         watch: what looks whether its gradients stay finite (`runtime/stays_finite.py`).
         hidden: (parameter, gradient) pairs that its step must not see.
         beside: loss scale -> see `agreement.beside`, and when that was derived.
@@ -27,7 +28,7 @@ class OptimizerState:
 
     def __init__(self) -> None:
         self.skips_by_itself = self.poisoned = False
-        self.looked_for_scaler = self.looked_for_gradient = False
+        self.looked_for_scaler = self.looked_for_gradient = self.looked_for_masters = False
         self.watch: Any = None
         self.beside: weakref.WeakKeyDictionary[LossScale, tuple[Any, Any]] = (
             weakref.WeakKeyDictionary()
@@ -49,3 +50,8 @@ def state_of(optimizer: Optimizer) -> OptimizerState:
     alive = weakref.ref(optimizer, lambda _: states.pop(key, None))
     states[key] = alive, OptimizerState()
     return states[key][1]
+
+
+def held_parameters(optimizer: Optimizer) -> list[torch.Tensor]:
+    """All parameters of an optimizer, in the order of its groups."""
+    return [p for group in optimizer.param_groups for p in group["params"]]

@@ -14,7 +14,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -77,22 +77,6 @@ class Count:
 _FLAGS = 32
 
 
-class Averages(Protocol):
-    """What averages gradients over ranks (`agreement.py`), as far as a count knows it.
-
-    Attributes:
-        number: counts the reductions, in the same order on all ranks.
-        settled: whether there is nothing that ranks have to agree on.
-    """
-
-    number: int
-    settled: bool
-
-    def settle(self) -> None: ...
-
-    def backward_runs(self) -> None: ...
-
-
 def _sum(flags: Sequence[torch.Tensor]) -> torch.Tensor:
     home = flags[0].device
     return (torch.stack([flag.to(home) for flag in flags]) > 0).sum()
@@ -105,7 +89,8 @@ class Overflows:
         void: overflows before this count left no gradients behind in the parameters.
         looks: how far the count had come when each optimizer that looks at it did so last. This
             object stands for updates by hand.
-        reductions: those that average gradients of the graphs; they are counted after these.
+        reductions: each `agreement.Reduction` that averages gradients of the graphs over ranks;
+            they are counted after these.
         ranks: those that hold shards of the parameters: each counts its own overflows, and what is
             concluded from them here is made common to all.
     """
@@ -119,10 +104,8 @@ class Overflows:
         self.looks: weakref.WeakKeyDictionary[Any, Count] = weakref.WeakKeyDictionary()
         self.ranks = Ranks()
         self._looks_later = HostBuffers()
-        self._arriving: list[
-            tuple[AsyncRead, bool]
-        ] = []  # (overflows, whether gradients existed then)
-        self.reductions: weakref.WeakSet[Averages] = weakref.WeakSet()
+        self._arriving: list[tuple[AsyncRead, bool]] = []  # overflows, whether gradients existed
+        self.reductions: weakref.WeakSet[Any] = weakref.WeakSet()
         self._hooks: list[RemovableHandle] = []  # on the leaves, while there are reductions
 
     def leaf(self, device: torch.device) -> torch.Tensor:
@@ -142,7 +125,7 @@ class Overflows:
 
     # -- after a reduction -----------------------------------------------------------------------
 
-    def leave_to(self, reduction: Averages) -> None:
+    def leave_to(self, reduction: Any) -> None:
         """Count in the gradients after this reduction from now on, not in the graphs."""
         if reduction not in self.reductions:
             self.reductions.add(reduction)

@@ -78,11 +78,6 @@ class Search:
         if self.found and self._found_in != but_in:
             self.end()
 
-    def end_if_over(self) -> None:
-        """At an optimizer's step: the same, also if no graph can search."""
-        if not self.goes_on:
-            self.end()
-
     def end(self) -> None:
         """The start is known."""
         self.fitting, self._found_in = False, None

@@ -33,15 +33,10 @@ from ..torch_inside.inductor import CopiedContext, is_compiled
 from ..torch_inside.names import keeps_graph
 from ..torch_inside.tensors import for_each_sample, function_of
 
-__all__ = ["is_kept", "notice", "noticed", "of_compiled"]
+__all__ = ["notice", "noticed", "of_compiled"]
 
 Gradients = tuple[Tensor | None, ...]
 _WRAPPED = "mpcompile_wrapped"  # on a class of AOTAutograd's: its backward is
-
-
-def is_kept() -> bool:
-    """Whether the backward that runs in this thread keeps its graph."""
-    return keeps_graph()
 
 
 def of_compiled(run: Callable[..., Any]) -> Callable[..., Any]:
@@ -90,13 +85,13 @@ def _wrap_backward(function: Any) -> None:
 
     def again(ctx: Any, *gradients: Any, kept: bool = False) -> Any:
         nonlocal donated
-        if kept or (is_kept() and function.compiled_bw is not None):
+        if kept or (keeps_graph() and function.compiled_bw is not None):
             metadata = function.metadata
             found = [i - metadata.num_symints_saved_for_bw for i in metadata.bw_donated_idxs or ()]
             if donated is None:
                 donated = found
             # AOTAutograd raises if it finds any. (Removed last: another thread may look, too.)
-            if is_kept():
+            if keeps_graph():
                 metadata.bw_donated_idxs = []
             if donated or kept:
                 ctx = CopiedContext(ctx, donated, duplicate)

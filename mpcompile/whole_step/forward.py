@@ -198,15 +198,12 @@ class ExtraInputs:
     def add(self, tensor: torch.Tensor) -> int:
         """The number of a tensor that stays; each is held once."""
         if id(tensor) not in self._numbers:
-            self._numbers[id(tensor)] = self._append(tensor)
+            self._numbers[id(tensor)] = len(self.tensors)
+            self.tensors.append(tensor)
         return self._numbers[id(tensor)]
 
     def add_fresh(self, tensor: torch.Tensor) -> int:
         """The number of a tensor like this one that each step replaces."""
-        number = self._append(tensor)
-        self.fresh.add(number)
-        return number
-
-    def _append(self, tensor: torch.Tensor) -> int:
+        self.fresh.add(len(self.tensors))
         self.tensors.append(tensor)
         return len(self.tensors) - 1

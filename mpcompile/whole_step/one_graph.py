@@ -169,16 +169,10 @@ def _made(graph: fx.GraphModule) -> list[bool]:
 def _by_inductor(
     graph: fx.GraphModule, static: Sequence[fx.Node], patches: Any, verify: Verify
 ) -> Function:
-    values = [n.meta["val"] for n in graph.graph.find_nodes(op="placeholder")]
-    context = TracingContext.get()
+    inputs, mode = graph.graph.find_nodes(op="placeholder"), TracingContext.get().fake_mode
+    results: Any = graph.graph.output_node().args[0]
     return compile_inference(
-        graph, values, context.fake_mode,
-        static=static, shares_memory=_shares_memory(graph), patches=patches,
+        graph, [n.meta["val"] for n in inputs], mode,
+        static=static, shares_memory=bool(_in_several([*inputs, *results])), patches=patches,
         verify=verify,
     )  # fmt: skip
-
-
-def _shares_memory(graph: fx.GraphModule) -> bool:
-    """Whether some input or result shares memory with another one."""
-    results: Any = graph.graph.output_node().args[0]
-    return bool(_in_several([*graph.graph.find_nodes(op="placeholder"), *results]))

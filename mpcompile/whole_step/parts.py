@@ -117,7 +117,8 @@ def _parts_of_run(run: list[fx.Node], before: set[fx.Node], grad: bool) -> list[
         return _plain(run, grad)
     modes = [_mode_after(run[:i], grad) for i in range(len(run) + 1)]
     levels = [0, *accumulate(map(nesting, run))]
-    regions = [0, *accumulate(map(_enters_autocast, run))]
+    entered = ((n.target is ENTER_AUTOCAST) - (n.target is EXIT_AUTOCAST) for n in run)
+    regions = [0, *accumulate(entered)]
     windows = (
         (start, end)
         for start in range(needed[0], -1, -1)
@@ -149,11 +150,6 @@ def _part(kind: Kind, nodes: list[fx.Node], grad: bool) -> StepPart:
     outputs = [n for n in nodes if any(user not in own for user in n.users)]
     read = tuple(n for n in inputs if n.op != "get_attr")
     return StepPart(kind, tuple(nodes), read, tuple(outputs), grad)
-
-
-def _enters_autocast(node: fx.Node) -> int:
-    """1 for a node that enters an autocast region, -1 for one that leaves it."""
-    return (node.target is ENTER_AUTOCAST) - (node.target is EXIT_AUTOCAST)
 
 
 def _mode_after(nodes: Iterable[fx.Node], grad: bool) -> bool:

@@ -24,10 +24,7 @@ def phases_of(graph: fx.Graph, begins: Sequence[int]) -> dict[fx.Node, int]:
         graph: as it was traced, without a node removed.
         begins: how many nodes had been traced when each phase but the first began.
     """
-    phases: dict[fx.Node, int] = {}
-    for i, node in enumerate(graph.nodes):
-        phases[node] = sum(i >= begin for begin in begins)
-    return phases
+    return {node: sum(i >= begin for begin in begins) for i, node in enumerate(graph.nodes)}
 
 
 def by_phase(

@@ -41,7 +41,7 @@ class _Parameters:
 
 
 _PARAMETERS = _Parameters()
-_optimizers: dict[int, weakref.ref[Optimizer]] = {}
+_optimizers: weakref.WeakValueDictionary[int, Optimizer] = weakref.WeakValueDictionary()
 
 
 def optimizer_of(number: int) -> Optimizer:
@@ -50,8 +50,7 @@ def optimizer_of(number: int) -> Optimizer:
     Raises:
         CannotRewrite: its step can't be a part of a graph.
     """
-    optimizer = _optimizers[number]()
-    assert optimizer is not None
+    optimizer = _optimizers[number]
     if is_zero(optimizer):
         raise CannotRewrite("ZeroRedundancyOptimizer exchanges parameters in its step")
     if hooks.has_others(optimizer):
@@ -61,21 +60,17 @@ def optimizer_of(number: int) -> Optimizer:
 
 def _numbered(optimizer: Optimizer) -> int:
     """The number of an optimizer, under which its parameters can be read."""
-    known = next((n for n, ref in _optimizers.items() if ref() is optimizer), None)
+    known = next((n for n, one in _optimizers.items() if one is optimizer), None)
     number = next(_unused) if known is None else known
     name = _name(number)
     if known is None:
-        _optimizers[number] = weakref.ref(optimizer, lambda _: _forget(number))
+        _optimizers[number] = optimizer
+        weakref.finalize(optimizer, vars(_PARAMETERS).pop, name, None).atexit = False
     setattr(_PARAMETERS, name, parameters_of(optimizer))
     return number
 
 
 _unused = itertools.count()
-
-
-def _forget(number: int) -> None:
-    vars(_PARAMETERS).pop(_name(number), None)
-    _optimizers.pop(number, None)
 
 
 def _name(number: int) -> str:

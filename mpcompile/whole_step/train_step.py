@@ -94,9 +94,7 @@ class TrainStep:
             return self
         try:
             known = self._bound.get(instance)
-        except (
-            TypeError
-        ):  # no weak reference to the object is possible: all of these share this one
+        except TypeError:  # it takes no weak reference: all such objects share this one
             return types.MethodType(self, instance)
         if known is None:
             known = self._bound[instance] = self._remake()

@@ -16,9 +16,11 @@ from torch.fx.experimental.symbolic_shapes import (
 )
 
 from .. import ir
+from ..capture.provenance import nobody
 from ..compiler import backend
 from ..errors import CannotRewrite
 from ..optim.members import Setting
+from ..ranks.agree import is_distributed
 from ..runtime import uncalled
 from ..runtime.graph_call import is_leaf
 from ..scaling import hooks
@@ -79,10 +81,8 @@ class WholeBackend:
             hooks.say_no_gradient(optimizer, stacklevel=2)
         request = dict(self._options)
         listener = request.pop("_listener", None)
-        names = request.pop("_names", None)
-        settings = Settings.parse(request)
-        if names is not None:
-            settings = replace(settings, names=names)
+        names = request.pop("_names", nobody)
+        settings = replace(Settings.parse(request), names=names)
         _check(example_inputs, settings)
         try:
             program = StepProgram(gm, example_inputs, settings, self._varying)
@@ -139,8 +139,7 @@ def _check_graph(gm: fx.GraphModule) -> None:
 
 
 def _check(example_inputs: Sequence[Any], settings: Settings) -> None:
-    distributed = torch.distributed
-    if distributed.is_available() and distributed.is_initialized():
+    if is_distributed():
         raise CannotRewrite("gradients are exchanged between processes")
     if settings.recompute:
         raise CannotRewrite("recompute=True is about a backward that is compiled apart")

@@ -11,7 +11,7 @@ from mpcompile.devices.cpu import CPU
 from mpcompile.devices.registry import RandomState, capabilities, default_device, unchanged
 from mpcompile.profile.calls import Calls, Point
 from mpcompile.profile.measure import measure
-from mpcompile.scaling.async_read import AsyncRead, HostBuffers
+from mpcompile.scaling.async_read import HostBuffers
 
 
 class Plain(Capabilities):
@@ -121,7 +121,7 @@ def test_a_number_is_read_when_its_copy_is_there(
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
     monkeypatch.setattr("mpcompile.scaling.async_read.capabilities", lambda device: Plain(second))
     second = torch.device("xpu", 1)
-    later = AsyncRead(torch.tensor(3.0))
+    later = HostBuffers().at(torch.tensor(3.0))
     assert module.recorded == ["stream of xpu:1"]
     assert later.read() is None
     module.done = True
@@ -129,7 +129,6 @@ def test_a_number_is_read_when_its_copy_is_there(
 
 
 def test_on_the_host_a_number_is_there_at_once() -> None:
-    assert AsyncRead(torch.tensor(3.0)).read() == (3.0,)
     assert HostBuffers().at(torch.tensor(3.0)).read() == (3.0,)
 
 

@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from mpcompile import LossScale, MPCompileError
-from mpcompile.scaling.loss_scale import ScaleState
+from mpcompile.ir.scale import ScaleState, updated
 
 
 def after(scale: LossScale, overflows: list[bool]) -> ScaleState:
     state = scale.state
     for overflow in overflows:
-        state = scale.update(state, overflow)
+        state = updated(scale.rule, state, overflow)
     return state
 
 
@@ -41,7 +41,7 @@ def test_static_and_none_never_move() -> None:
 def test_update_is_pure() -> None:
     scale = LossScale.dynamic()
     before = dataclasses.replace(scale.state)
-    scale.update(scale.state, overflow=True)
+    updated(scale.rule, scale.state, overflow=True)
     assert scale.state == before
 
 

@@ -44,7 +44,7 @@ class Steps:
     def run(self, overflows: str, *, optimizers: int = 1) -> None:
         """One forward, and a step of each optimizer, for each letter: "x" overflows."""
         for letter in overflows:
-            self.live.forward_begins()
+            self.live.forwards += 1
             if self.trouble.pending:
                 self.trouble.calls.append("a call")
             for _ in range(optimizers):
@@ -83,7 +83,7 @@ def test_steps_on_a_device_are_counted() -> None:
     state = live.reside(torch.device("cpu"))
     counts = []
     for letter in "...xx.xxx":
-        live.forward_begins()
+        live.forwards += 1
         for _ in range(2):
             state["skipped_steps"].add_(letter == "x")
             trouble.stepped(live.stepped())
