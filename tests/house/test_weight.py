@@ -12,12 +12,12 @@ from collections.abc import Iterator
 from repository import ROOT, sources
 
 LIMITS = {
-    "lines of source": 42023,
-    "lines of code": 26479,
-    "files of source": 293,
+    "lines of source": 41091,
+    "lines of code": 25832,
+    "files of source": 288,
     "lines of tests": 63331,
-    "warnings that count more than two frames": 18,
-    "registries of modules": 28,
+    "warnings that count more than two frames": 16,
+    "registries of modules": 27,
 }
 _NO_CODE = {
     tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,
