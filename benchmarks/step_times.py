@@ -1,6 +1,6 @@
 """Forward and backward of any model, timed in turns: compile FP32, compile + autocast, O1 and O2.
 
-What `conv` and `small` share. The peers are the two ways to train that a user of
+What `small`, `gpt` and `padding` share. The peers are the two ways to train that a user of
 torch.compile has, in FP32 and under autocast(bfloat16); which of them is faster depends on
 the model, and mpcompile should not have to be told: each level is held against the better one.
 """

@@ -17,12 +17,14 @@ Torch internals used here were read in torch 2.13.
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._inductor import scheduler
+from torch._inductor import ir, scheduler
 from torch._inductor.graph import GraphLowering
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -30,7 +32,6 @@ from torch.utils._pytree import tree_leaves
 from benchmarks.fakecuda.device import FakeGPU
 from benchmarks.fakecuda.inductor import let_inductor_in
 from benchmarks.fakecuda.launches import TENSORS, Launch, in_parts, launches, launches_of
-from benchmarks.harness.scheduled import plan_only
 
 
 class Counter:
@@ -66,12 +67,40 @@ def count(device: FakeGPU) -> Counter:
     # Triton is imported where code is generated, which is not reached.
     scheduler.has_triton = lambda: True
 
-    def planned(graph: GraphLowering) -> Callable[[], None]:
-        found = launches(graph.scheduler)
-        return lambda: counter.add(found)
+    def plan(graph: GraphLowering) -> Any:
+        """In place of code generation. A call returns memory of the sizes and strides that Inductor
+        chose, unset.
+        """
+        graph.init_wrapper_code()
+        graph._update_scheduler()
+        graph.cache_key, graph.cache_path, graph.cache_linemap = "", os.devnull, []
+        found, names = launches(graph.scheduler), list(graph.graph_inputs)
+        makers = [_maker(output, names) for output in graph.graph_outputs]
 
-    plan_only(planned)
+        def call(args: list[Any]) -> tuple[Any, ...]:
+            given = list(args)
+            args.clear()
+            counter.add(found)
+            return tuple(make(given) for make in makers)
+
+        return SimpleNamespace(call=call)
+
+    GraphLowering.compile_to_module = plan  # type: ignore[method-assign]
     return counter
+
+
+def _maker(output: ir.IRNode, names: Sequence[str]) -> Callable[[Sequence[Any]], Any]:
+    """What makes one result of a graph from its inputs."""
+    if isinstance(output, (ir.NoneAsConstantBuffer, ir.ShapeAsConstantBuffer)):
+        value = None if isinstance(output, ir.NoneAsConstantBuffer) else int(output.expr)
+        return lambda given: value
+    view = isinstance(output.data, ir.ReinterpretView) if hasattr(output, "data") else False
+    if not view and output.get_name() in names:
+        index = names.index(output.get_name())
+        return lambda given: given[index]
+    size, stride = ([int(n) for n in dims] for dims in (output.get_size(), output.get_stride()))
+    dtype, device = output.get_dtype(), output.get_device()
+    return lambda given: torch.empty_strided(size, stride, dtype=dtype, device=device)
 
 
 class _Eager(TorchDispatchMode):

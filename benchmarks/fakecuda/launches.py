@@ -1,29 +1,30 @@
 """The kernels that Inductor's scheduler plans for a graph: what each moves and multiplies.
 
 A kernel that Inductor generates is a node of the scheduler, after fusion; its bytes are what the
-node reads and writes (`harness/scheduled.py`). A library's kernel (a matrix product, a convolution,
-attention) moves its operands and results; the images of a convolution may have to be transposed
-beside it (`cuda_parts/transposes.py`).
+node reads and writes (`_moved`). A library's kernel (a matrix product, a convolution, attention)
+moves its operands and results; the images of a convolution may have to be transposed beside it
+(`cuda_parts/transposes.py`).
 
 Torch internals used here were read in torch 2.13.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import fx
 from torch._inductor import ir, scheduler
 from torch._inductor.codegen.triton import TritonScheduling
 from torch._inductor.codegen.triton_combo_kernel import ComboKernel
+from torch._inductor.dependencies import Dep, MemoryDep, StarDep
 from torch._inductor.fx_utils import count_flops_fx
 from torch._inductor.runtime.runtime_utils import last_power_of_2
 from torch._inductor.scheduler import BaseSchedulerNode, Scheduler
 
 from benchmarks.cuda_parts.transposes import transposed
-from benchmarks.harness.scheduled import moved, name_of, origin
 
 
 @dataclass(frozen=True)
@@ -73,17 +74,17 @@ def _of(node: BaseSchedulerNode) -> Iterator[Launch]:
             yield from _transposes(node)
     elif isinstance(node, scheduler.ForeachKernelSchedulerNode):
         for group in _partitions(node):
-            size = sum(moved(part) for part in group)
-            yield Launch(name_of(node), "generated", size)
+            size = sum(_moved(part) for part in group)
+            yield Launch(_name_of(node), "generated", size)
     elif isinstance(node, scheduler.FusedMixOrderReductions):
         yield from _rows_and_columns(node)
     else:
-        yield Launch(name_of(node), "generated", moved(node))
+        yield Launch(_name_of(node), "generated", _moved(node))
 
 
 def _library(node: BaseSchedulerNode) -> Launch:
     size = node.get_read_write_buffers_sizes()
-    call = origin(node.node)
+    call = _origin(node.node)
     if call is None:
         return Launch(type(node.node).__name__, "library", size)
     flops = count_flops_fx(call)
@@ -95,7 +96,7 @@ def _library(node: BaseSchedulerNode) -> Launch:
 
 def _parts(node: BaseSchedulerNode) -> int:
     """In how many kernels a library works on a list of tensors; 1 for anything else."""
-    call = origin(node.node)
+    call = _origin(node.node)
     if call is None or not call.args or not isinstance(call.args[0], (list, tuple)):
         return 1
     if not any(name in str(call.target) for name in ("_foreach_", "unscale_all", "cast_all")):
@@ -106,7 +107,7 @@ def _parts(node: BaseSchedulerNode) -> int:
 
 def _transposes(node: BaseSchedulerNode) -> Iterator[Launch]:
     """What cuDNN, or torch for it, lays out in another way around a convolution."""
-    call = origin(node.node)
+    call = _origin(node.node)
     if call is not None:
         for size in transposed(node.node, call.target, call.args):
             yield Launch("transpose around a convolution", "library", size)
@@ -150,7 +151,7 @@ def _rows_and_columns(node: scheduler.FusedMixOrderReductions) -> Iterator[Launc
     sums = _column_sums(node)
     partial = 4 * width * -(-rows // group)
     own = {part.get_outputs()[0].get_name() for part in sums}
-    yield Launch(name_of(node), "generated", moved(node, but=own) + partial * len(sums))
+    yield Launch(_name_of(node), "generated", _moved(node, but=own) + partial * len(sums))
     for _ in sums:
         yield Launch("sum of partial sums", "library", partial + 4 * width)
 
@@ -170,6 +171,50 @@ def _second_halves(planned: Scheduler) -> set[BaseSchedulerNode]:
         for part in _column_sums(node)
         if part.node._split_size
     }
+
+
+# -- nodes -----------------------------------------------------------------------------------------
+# What a node of Inductor's scheduler moves, and where it comes from.
+
+
+def _moved(node: BaseSchedulerNode, but: Set[str] = frozenset()) -> int:
+    """Bytes that a generated kernel reads and writes, these buffers aside: each buffer once and no
+    more than there is of it, Inductor's own count (`get_read_write_buffer_accesses`).
+
+    That has buffers in it that a kernel only waits for: one that it writes over without a look at
+    it is a read, too, so that whoever wrote it before comes first (`StarDep`).
+    """
+    reads = node.read_writes.reads
+    looked_at = {dep.name for dep in reads if isinstance(dep, MemoryDep) or _adds(dep)}
+    awaited = {dep.name for dep in reads} - looked_at
+    accesses = node.get_read_write_buffer_accesses(include_reads=True, include_writes=True)
+    return sum(size for name, size in accesses.items() if name not in awaited | but)
+
+
+def _adds(dep: Dep) -> bool:
+    """Whether it is a write that adds to what is there."""
+    return isinstance(dep, StarDep) and dep.mode is not None
+
+
+def _origin(operation: Any) -> fx.Node | None:
+    """The call that became this library kernel; one of several results has it among others only."""
+    found: fx.Node | None = operation.get_origin_node()
+    if found is None:
+        own = (o for o in operation.get_origins() if o.target is operation.op_overload)
+        return next(own, None)
+    return found
+
+
+def _origins(node: BaseSchedulerNode) -> list[fx.Node]:
+    """The calls that a kernel comes from."""
+    found = [o for n in node.get_nodes() if n.node is not None for o in n.node.get_origins()]
+    return [o for o in dict.fromkeys(found) if o.op == "call_function"]
+
+
+def _name_of(node: BaseSchedulerNode) -> str:
+    """The names of the operators that a kernel comes from."""
+    targets = dict.fromkeys(o.target for o in _origins(node))
+    return ", ".join(dict.fromkeys(getattr(t, "__name__", str(t)) for t in targets))
 
 
 # -- multi tensor ----------------------------------------------------------------------------------

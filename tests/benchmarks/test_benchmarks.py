@@ -5,13 +5,12 @@ import itertools
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
 from repository import ROOT
 
-from benchmarks import conv, gpt, padding, parity, small, step_times
+from benchmarks import gpt, padding, small, step_times
 from benchmarks.__main__ import main, registry
 from benchmarks.first_steps import measure as first_steps
 from benchmarks.first_steps.trainings import TINY as TINY_TRAININGS
@@ -232,7 +231,7 @@ def test_first_steps_of_an_optimizer_in_a_fresh_process() -> None:
 
 def test_registry_finds_each_benchmark() -> None:
     assert registry()["gpt"] is gpt
-    assert registry()["parity"] is parity
+    assert registry()["padding"] is padding
     beside = {"cuda_parts", "emucuda", "fakecuda", "gpu", "gpu_steps", "harness", "models"}
     assert not beside & registry().keys()
     assert all(callable(module.run) for module in registry().values())
@@ -243,7 +242,7 @@ def test_list_prints_a_line_each(capsys: pytest.CaptureFixture[str]) -> None:
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == sorted(registry())
     assert [line.split()[0] for line in lines if line.endswith("(cpu only)")] == [
-        "ablations", "cpu_traffic", "distributed", "gpu_traffic", "second_order", "serving",
+        "ablations", "distributed", "gpu_traffic", "second_order", "serving",
         "verified", "vision", "zoo", "zoo_saved",
     ]  # fmt: skip
 
@@ -257,7 +256,7 @@ def test_a_benchmark_for_other_devices_is_refused(capsys: pytest.CaptureFixture[
 def test_an_unknown_name_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["run", "gpt", "gtp"])
-    assert "no benchmark 'gtp'; known: ablations, conv," in capsys.readouterr().err
+    assert "no benchmark 'gtp'; known: ablations, deepbench," in capsys.readouterr().err
 
 
 @pytest.mark.slow("a benchmark's own test, which runs it small")
@@ -281,19 +280,6 @@ def test_gpt_in_fp16_tiny() -> None:
     assert all(abs(loss - losses[gpt.FP32]) < 0.02 for loss in losses.values())
     pair = f"{gpt.HALF_O2} over {gpt.HALF_AUTOCAST}"
     assert all(pair in group for group in report.data["ratios"].values())
-
-
-@pytest.mark.slow("a benchmark's own test, which runs it small")
-def test_parity_tiny(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parity, "MIXED", [way for way in parity.MIXED if way.name == "BF16 O1"])
-    report = parity.run(Settings(device=CPU, quick=True))
-    assert [table.title for table in report.tables][::2] == [
-        "Convolutional net on digits",
-        "GPT on documentation",
-    ]
-    digits = report.data["runs"]["Convolutional net on digits"]
-    full, mixed = (digits[arm][0]["metrics"]["test loss"] for arm in ("FP32", "BF16 O1"))
-    assert abs(full - mixed) < 0.01
 
 
 @pytest.mark.slow("a benchmark's own test, which runs it small")
@@ -371,10 +357,9 @@ def test_excess_is_matched_by_size_and_dtype_and_leaves_copies_out() -> None:
 
 
 @pytest.mark.slow("a benchmark's own test, which runs it small")
-@pytest.mark.parametrize("benchmark", [conv, small])
-def test_step_times_tiny(benchmark: ModuleType) -> None:
-    report = benchmark.run(Settings(device=CPU, quick=True))
-    models = [model.name for model in benchmark.TINY.models]
+def test_small_tiny() -> None:
+    report = small.run(Settings(device=CPU, quick=True))
+    models = [model.name for model in small.TINY.models]
     assert list(report.data["first_loss"]) == models
     for losses in report.data["first_loss"].values():
         full = losses[step_times.FP32]

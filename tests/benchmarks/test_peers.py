@@ -11,7 +11,6 @@ from benchmarks.__main__ import main
 from benchmarks.peers import geometric_mean, make_report
 from benchmarks.peers.measure import AUTOCAST, COMPILED, OURS, measure_all
 from benchmarks.real_models import BY_DEVICE, TASKS, TINY, quick
-from benchmarks.zoo.timm_models import timm
 
 
 def test_the_geometric_mean_of_twice_and_half_is_one() -> None:
@@ -60,14 +59,3 @@ def test_a_first_step_with_and_without_verification(tmp_path: Path) -> None:
     assert "not verified" in left
     for way in ways.values():
         assert way["peak"][0] > 2**28  # more than torch itself takes
-
-
-@pytest.mark.sweep("runs a benchmark, small")
-def test_bytes_by_cause(tmp_path: Path) -> None:
-    """Each weight of a ResNet-18 is rounded once, and each of its gradients widened once."""
-    assert main(["run", "cpu_traffic", "--quick", "--out", str(tmp_path)]) == 0
-    arms = json.loads((tmp_path / "cpu_traffic.json").read_text())["counted"][TINY[1].name]
-    weights = sum(p.numel() for p in timm().create_model("resnet18").parameters() if p.dim() > 1)
-    there = 6 * (3 * 32 * 32 * 2 + 1000)  # the images, and the bias of the head
-    casts = {"weights' casts": 6 * weights + there, "gradients' casts": 6 * weights}
-    assert all(casts.items() <= arms[arm]["bytes"].items() for arm in (AUTOCAST, OURS[0]))
