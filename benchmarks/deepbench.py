@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from benchmarks.harness.report import Report, Settings, Table, environment, paragraphs, plain, where
+from benchmarks.harness.report import Report, Settings, Table, paragraphs, plain, where
 from benchmarks.harness.timing import Arm, far_behind, idle_wait, ratio, summarize, take_turns
 from mpcompile.profile import Profile, load
 from mpcompile.profile.calls import Point, build
@@ -26,8 +26,7 @@ def run(settings: Settings) -> Report:
     """Time every shape that fits; under `settings.quick` three small ones, once."""
     device = settings.device
     work = QUICK if settings.quick else work_for(device)
-    record = environment(device)
-    return make_report(device, work, measure_all(work, device), paragraphs(__doc__), record)
+    return make_report(device, work, measure_all(work, device))
 
 
 # -- shapes ----------------------------------------------------------------------------------------
@@ -200,14 +199,8 @@ CLEAR = 1.1
 """A difference from which on it matters which of two dtypes is chosen."""
 
 
-def make_report(
-    device: torch.device,
-    work: Work,
-    found: Mapping[str, Found],
-    notes: Sequence[str],
-    record: Mapping[str, str],
-) -> Report:
-    """The whole report; `record` says what was measured on, as `environment` does."""
+def make_report(device: torch.device, work: Work, found: Mapping[str, Found]) -> Report:
+    """The whole report."""
     low = str(low_of(device)).removeprefix("torch.")
     how = (
         f"The low dtype is {low}. Times are medians [p10, p90] of {work.rounds} interleaved "
@@ -215,13 +208,11 @@ def make_report(
         "bootstrap interval. A call that takes ten times as long as the fastest was timed once."
     )
     return Report(
-        name=f"deepbench_{device.type}",
         title=f"DeepBench's shapes, {low} against FP32, on {where(device)}",
-        notes=[*notes, how],
+        notes=[*paragraphs(__doc__), how],
         tables=[_ratios(found), _times(found)],
         verdicts=_verdicts(found),
         data={"rounds": work.rounds, "shapes": plain(found)},
-        environment=record,
     )
 
 

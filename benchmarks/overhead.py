@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from benchmarks.harness.report import Report, Settings, Table, environment, paragraphs, plain, where
+from benchmarks.harness.report import Report, Settings, Table, paragraphs, plain, where
 from benchmarks.harness.timing import Ratio, auto_or, idle_wait, in_turns, ratio, summarize
 from benchmarks.models import GPT2, Sample, Tagger
 from mpcompile import MPOptimizer, mpcompile
@@ -154,7 +154,7 @@ class Arm:
 def run(settings: Settings) -> Report:
     """Time each arm in each phase; under `settings.quick` one layer, without Inductor."""
     work, device = TINY if settings.quick else WORK, settings.device
-    record, threads = environment(device), torch.get_num_threads()
+    threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         found = {
@@ -170,7 +170,6 @@ def run(settings: Settings) -> Report:
         for name, arms in found.items()
     }
     return Report(
-        name=f"overhead_{device.type}",
         title=f"What a small step costs, on {where(device)}",
         notes=[
             *paragraphs(__doc__),
@@ -188,7 +187,6 @@ def run(settings: Settings) -> Report:
             "rounds": work.rounds, "steps": work.steps, "seconds": found,
             "ratios": plain(ratios), "parts": parts,
         },
-        environment=record,
     )  # fmt: skip
 
 

@@ -17,7 +17,7 @@ import torch
 from torch._inductor import config as inductor
 from torch._inductor.utils import fresh_cache
 
-from benchmarks.harness.report import Report, Settings, Table, environment, plain, where
+from benchmarks.harness.report import Report, Settings, Table, plain, where
 from benchmarks.harness.timing import Arm, Ratio, idle_wait, ratio, summarize, take_turns
 from benchmarks.harness.ways import Way
 from benchmarks.models import Detector, Recommender, Sample
@@ -31,16 +31,13 @@ def run(settings: Settings) -> Report:
     device = settings.device
     full = CUDA if device.type == "cuda" else CPU
     work = TINY if settings.quick else full
-    record = environment(device)
     found = measure_all(work, device)
     return Report(
-        name=f"padding_{device.type}",
         title=f"Padding for Tensor Cores on {where(device)}",
         notes=_notes(work, device),
         tables=[_times(found), _ratios(found), _shares(found)],
         verdicts=_verdicts(found, device),
         data={"rounds": work.rounds, "models": plain(found)},
-        environment=record,
     )
 
 

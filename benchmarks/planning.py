@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch._inductor.utils import fresh_cache
 
-from benchmarks.harness.report import Report, Settings, Table, environment, plain
+from benchmarks.harness.report import Report, Settings, Table, plain
 from benchmarks.harness.timing import idle_wait
 from mpcompile import compiled_plans, mpcompile
 from mpcompile.demo.gpt import GPT, GPTConfig
@@ -36,10 +36,8 @@ TINY = Work(GPTConfig(vocab=61, context=16, width=32, layers=1, heads=2), emit="
 def run(settings: Settings) -> Report:
     """Compile once at each level; under `settings.quick` a tiny model, without Inductor."""
     work = TINY if settings.quick else Work()
-    record = environment(settings.device)
     found = {level: _compile(work, level, settings.device) for level in LEVELS}
     return Report(
-        name=f"planning_{settings.device.type}",
         title="What planning takes of a cold compile",
         notes=[
             f"A GPT of {work.model.layers} layers, width {work.model.width}, in BF16; seconds from "
@@ -52,7 +50,6 @@ def run(settings: Settings) -> Report:
             for level, one in found.items()
         },
         data={"work": plain(work), "seconds": found},
-        environment=record,
     )
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.harness.report import Report, Settings, Table, environment, paragraphs, plain, where
+from benchmarks.harness.report import Report, Settings, Table, paragraphs, plain, where
 from benchmarks.harness.timing import Arm, idle_wait, low_dtype, ratio, summarize, take_turns
 from benchmarks.zoo.timm_models import timm
 from mpcompile import mpcompile
@@ -104,7 +104,6 @@ TINY = Work(
 def run(settings: Settings) -> Report:
     """Time each model; under `settings.quick` a tiny one, without Inductor."""
     device, work = settings.device, TINY if settings.quick else WORK
-    record = environment(device)
     samples = {served.name: _timed(served, work, device) for served in work.models}
     columns = ("model", *ARMS)
     times = [(name, *(summarize(arms[a]).text() for a in ARMS)) for name, arms in samples.items()]
@@ -119,7 +118,6 @@ def run(settings: Settings) -> Report:
         "faster."
     )
     return Report(
-        name=f"serving_{device.type}",
         title=f"Models in evaluation, on {where(device)}",
         notes=[*paragraphs(__doc__), how],
         tables=[
@@ -134,7 +132,6 @@ def run(settings: Settings) -> Report:
             for one in [found[COMPILED]]
         },
         data={"rounds": work.rounds, "seconds": samples, "ratios": plain(ratios)},
-        environment=record,
     )
 
 

@@ -31,7 +31,7 @@ from torch._dynamo.utils import compilation_time_metrics
 
 from benchmarks.harness.peak import peak_bytes
 from benchmarks.harness.processes import call_elsewhere
-from benchmarks.harness.report import Report, Settings, Table, environment, paragraphs, plain
+from benchmarks.harness.report import Report, Settings, Table, paragraphs, plain
 from benchmarks.harness.timing import Arm, idle_wait, take_turns
 from benchmarks.harness.timing import ratio as ratio_of
 from benchmarks.harness.ways import Trainer, Way, trainer_for
@@ -74,7 +74,6 @@ def run(settings: Settings) -> Report:
     device = settings.device
     names = [task.name for task in (TINY[:1] if settings.quick else BY_DEVICE[device.type])]
     rounds = 1 if settings.quick else 2
-    record = environment(device)
     found = {name: {True: Starts(), False: Starts()} for name in names}
     for name, ways in found.items():
         for _ in range(rounds):
@@ -90,7 +89,6 @@ def run(settings: Settings) -> Report:
                 first.live.append(live)
     flag = flag_cost(names[0], device, rounds=2 if settings.quick else 30)
     return Report(
-        name=f"verified_{device.type}",
         title="What it costs to compare compiled code with its graph",
         notes=[*paragraphs(__doc__), f"Rounds: {rounds}."],
         tables=[_table(found)],
@@ -102,7 +100,6 @@ def run(settings: Settings) -> Report:
             },
             "flag": flag,
         },
-        environment=record,
     )
 
 

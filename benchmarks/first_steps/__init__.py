@@ -29,18 +29,16 @@ from benchmarks.first_steps.measure import (
     measure_all,
 )
 from benchmarks.first_steps.trainings import BATCHES, TINY, WORK, Work
-from benchmarks.harness.report import Report, Settings, Table, environment, paragraphs, plain
+from benchmarks.harness.report import Report, Settings, Table, paragraphs, plain
 
 
 def run(settings: Settings) -> Report:
     """Train everything; under `settings.quick` three small models for two steps."""
     device = settings.device
     work = TINY if settings.quick else WORK
-    record = environment(device)
     found = measure_all(work, device)
     runs = found.runs
     return Report(
-        name=f"first_steps_{device.type}",
         title="The first steps in FP16",
         notes=[*paragraphs(__doc__), *_how(work)],
         tables=[
@@ -59,7 +57,6 @@ def run(settings: Settings) -> Report:
             "search": found.costs,
             "deep": plain(found.deep),
         },
-        environment=record,
     )
 
 

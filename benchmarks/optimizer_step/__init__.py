@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import torch
 
-from benchmarks.harness.report import Report, Settings, Table, environment, paragraphs, plain
+from benchmarks.harness.report import Report, Settings, Table, paragraphs, plain
 from benchmarks.harness.timing import Ratio, ratio, summarize
 from benchmarks.optimizer_step.measure import (
     OURS,
@@ -38,11 +38,9 @@ def run(settings: Settings) -> Report:
     """Measure everything; under `settings.quick` tiny shapes, once, without compiling."""
     device = settings.device
     work = TINY if settings.quick else work_for(device)
-    record = environment(device)
     found = measure_all(work, device)
     ratios = _ratios(found.seconds)
     return Report(
-        name=f"optimizer_step_{device.type}",
         title=f"AdamW's step over {work.parameters / 1e6:.1f}M parameters",
         notes=[
             *paragraphs(__doc__),
@@ -70,7 +68,6 @@ def run(settings: Settings) -> Report:
             "ratios": plain(ratios),
             "seconds_to_second_step": found.starts,
         },
-        environment=record,
     )
 
 

@@ -27,7 +27,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from benchmarks.harness.report import Report, Settings, Table, environment, plain
+from benchmarks.harness.report import Report, Settings, Table, plain
 from benchmarks.saved_bytes.count import (
     AUTOCAST,
     BUDGET,
@@ -48,11 +48,9 @@ def run(settings: Settings) -> Report:
     """Count everything; under `settings.quick` tiny models."""
     device = settings.device
     work = TINY if settings.quick else Work()
-    record = environment(device)
     counted = count_all(work, device)
     saved, held = counted.saved, counted.held
     return Report(
-        name=f"saved_bytes_{device.type}",
         title="Bytes saved for backward",
         notes=_notes(device),
         tables=[
@@ -74,7 +72,6 @@ def run(settings: Settings) -> Report:
                 for name, ways in saved.items()
             },
         },
-        environment=record,
     )
 
 

@@ -24,11 +24,11 @@ with empty caches, *warm* with those that the cold one has left.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 
-from benchmarks.harness.report import Report, Settings, Table, environment, paragraphs, plain, where
+from benchmarks.harness.report import Report, Settings, Table, paragraphs, plain, where
 from benchmarks.harness.timing import Ratio, ratio, summarize
 from benchmarks.whole_step.measure import (
     ARMS,
@@ -49,13 +49,13 @@ def run(settings: Settings) -> Report:
     """Measure every task; under `settings.quick` tiny ones, without Inductor and starts."""
     device = settings.device
     work = TINY if settings.quick else work_for(device)
-    record, threads = environment(device), torch.get_num_threads()
+    threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         found = measure_all(work, device)
     finally:
         torch.set_num_threads(threads)
-    return make_report(found, work, device, notes=paragraphs(__doc__), record=record)
+    return make_report(found, work, device)
 
 
 # -- report ----------------------------------------------------------------------------------------
@@ -64,24 +64,16 @@ def run(settings: Settings) -> Report:
 _MB = 1e6
 
 
-def make_report(
-    found: Measured,
-    work: Work,
-    device: torch.device,
-    *,
-    notes: Sequence[str],
-    record: Mapping[str, str],
-) -> Report:
-    """The whole report; `record` says what was measured on, as `environment` does."""
+def make_report(found: Measured, work: Work, device: torch.device) -> Report:
+    """The whole report."""
     ratios = {name: over_peer(row) for name, row in found.rows.items()}
     tables = [_summary(ratios)]
     tables += [_table(name, row, ratios[name]) for name, row in found.rows.items()]
     if found.starts:
         tables.append(_starts(found.starts))
     return Report(
-        name=f"whole_step_{device.type}",
         title=f"A training step compiled as a whole, on {where(device)}",
-        notes=[*notes, _how(work), *_remarks(found.rows)],
+        notes=[*paragraphs(__doc__), _how(work), *_remarks(found.rows)],
         tables=tables,
         verdicts=_verdicts(found.rows, ratios),
         data={
@@ -91,7 +83,6 @@ def make_report(
             "ratios": plain(ratios),
             "starts": plain(found.starts),
         },
-        environment=record,
     )
 
 

@@ -30,7 +30,7 @@ have the dtype that the planner gives them.
 
 from __future__ import annotations
 
-from benchmarks.harness.report import SCRATCH, Report, Settings, environment, paragraphs
+from benchmarks.harness.report import SCRATCH, Report, Settings, commit, paragraphs
 from benchmarks.zoo.catalogue import installed, measure_each
 from benchmarks.zoo.report import LEAST, make_report
 
@@ -48,11 +48,10 @@ def run(settings: Settings) -> Report:
     drawn once. Rows are kept in `benchmarks/scratch/` as they come, and a later run at the same
     commit goes on from there.
     """
-    record = environment(settings.device)
     names = installed(LEAST)
     if settings.quick:
         rows = measure_each([name for name in names if name in QUICK], draws=1)
     else:
         kept = SCRATCH / "zoo_rows.jsonl"
-        rows = measure_each(names, DRAWS, kept=kept, commit=record["commit"])
-    return make_report(f"zoo_{settings.device.type}", paragraphs(__doc__), rows, record)
+        rows = measure_each(names, DRAWS, kept=kept, commit=commit())
+    return make_report(paragraphs(__doc__), rows)

@@ -22,7 +22,6 @@ from benchmarks.optimizer_step import measure as optimizer_step
 from benchmarks.papers.rule import deviations
 from benchmarks.saved_bytes import count as cases
 from benchmarks.saved_bytes import excess
-from benchmarks.step_times import over_better
 from mpcompile.plans.partitioned import Saved
 
 CPU = torch.device("cpu")
@@ -142,12 +141,11 @@ def test_environment_names_no_path() -> None:
 
 def test_report_writes_a_table_and_every_number(tmp_path: Path) -> None:
     report = Report(
-        name="made_up", title="A made-up report", notes=["One.", "Two."],
+        title="A made-up report", notes=["One.", "Two."],
         tables=[Table("Times", ("arm", "ms"), [("fast", "1.0"), ("slow one", "12.5")])],
         verdicts={"fast": True, "small": False}, data={"samples": [1.0, 12.5]},
-        environment={"torch": "2"},
     )  # fmt: skip
-    readable, complete = report.write(tmp_path / "results")
+    readable, complete = report.write(tmp_path / "results", "made_up", {"torch": "2"})
     assert "| arm      |   ms |\n|----------|-----:|\n| fast     |  1.0 |" in readable.read_text()
     assert "- yes: fast\n- NO: small" in readable.read_text()
     assert json.loads(complete.read_text())["samples"] == [1.0, 12.5]
@@ -274,7 +272,7 @@ def test_gpt_tiny(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_gpt_in_fp16_tiny() -> None:
     """The arms that only a GPU runs at full size."""
     work = dataclasses.replace(gpt.TINY, half=True)
-    report = make_report(work, CPU, measure_all(work, CPU), {})
+    report = make_report(work, CPU, measure_all(work, CPU))
     losses = report.data["first_loss"]
     assert losses.keys() == {*gpt.ARMS, *gpt.HALF_ARMS}
     assert all(abs(loss - losses[gpt.FP32]) < 0.02 for loss in losses.values())
@@ -370,7 +368,7 @@ def test_small_tiny() -> None:
 def test_the_better_peer_is_the_base() -> None:
     seconds = {step_times.FP32: [2.0], step_times.AUTOCAST: [1.0]}
     ours = {step_times.O1: [0.5], step_times.O2: [4.0]}
-    base, found = over_better({**seconds, **ours})
+    base, found = small.over_better({**seconds, **ours})
     assert base == step_times.AUTOCAST
     assert [found[arm].paired for arm in step_times.OURS] == [2.0, 0.25]
 

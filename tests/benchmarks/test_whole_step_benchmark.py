@@ -133,13 +133,13 @@ def test_what_is_not_whole_or_not_timed_is_said_and_without_a_peer_there_is_no_r
         losses={arm: [1.0] for arm in ARMS}, seconds={EAGER: [1.0]}, held={EAGER: 1},
         peak={EAGER: 1}, slow={PEER: 100.0}, left={WHOLE[0]: "it won't"}, untrained=[PLAIN],
     )  # fmt: skip
-    report = make_report(Measured({"a row": row}, {}), TINY, CPU, notes=[], record={})
+    report = make_report(Measured({"a row": row}, {}), TINY, CPU)
     for remark in (
         f"a row: {WHOLE[0]} is not whole: it won't.",
         f"a row: {PEER} takes 100.0 s a step; left out.",
         f"a row: {PLAIN} does not train",
     ):
-        assert remark in report.markdown()
+        assert remark in report.markdown({})
     assert report.data["ratios"] == {"a row": {}}
     assert report.verdicts == {}
 
