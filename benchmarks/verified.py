@@ -20,7 +20,6 @@ import dataclasses
 import re
 import statistics
 import tempfile
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -32,7 +31,7 @@ from torch._dynamo.utils import compilation_time_metrics
 from benchmarks.harness.peak import peak_bytes
 from benchmarks.harness.processes import call_elsewhere
 from benchmarks.harness.report import Report, Settings, Table, paragraphs, plain
-from benchmarks.harness.timing import Arm, idle_wait, take_turns
+from benchmarks.harness.timing import Arm, idle_wait, seconds_of, take_turns
 from benchmarks.harness.timing import ratio as ratio_of
 from benchmarks.harness.ways import Trainer, Way, trainer_for
 from benchmarks.papers.task import Training
@@ -110,13 +109,8 @@ def first_step(name: str, kind: str, verify: bool) -> tuple[float, float, int, i
     device = torch.device(kind)
     training, trainer = _training(name, device, {"verify": verify})
     torch.compile(nn.Identity())(torch.zeros(1, device=device))
-    wait = idle_wait(device)
-    wait()
     compilation_time_metrics.clear()
-    start = time.perf_counter()
-    training.step()
-    wait()
-    seconds, peak = time.perf_counter() - start, _peak()
+    seconds, peak = seconds_of(training.step, idle_wait(device)), _peak()
     plans = compiled_plans(trainer.models[0])
     said = [plan.verification.text() for plan in plans if plan.verification is not None]
     inductor = sum(compilation_time_metrics["fx_codegen_and_compile"])

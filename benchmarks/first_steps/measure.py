@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from benchmarks.first_steps.deep import First, measure_deep
 from benchmarks.first_steps.trainings import MakeOptimizer, Prepare, Training, Work
-from benchmarks.harness.timing import idle_wait
+from benchmarks.harness.timing import idle_wait, seconds_of
 from mpcompile import MPOptimizer, loss_scale_of, mpcompile
 from mpcompile.scaling import fit_scale
 
@@ -127,17 +127,9 @@ def _cost(training: Training, compiler: str, device: torch.device) -> dict[str, 
     torch._dynamo.reset()
     torch.manual_seed(0)
     prepare, _ = _preparing({"level": "O1", "loss_scale": FOUND}, compiler)
-    wait = idle_wait(device)
     with fresh_cache(), search() as spent:
         steps = training.loop(prepare, device, 2)
-        start = time.perf_counter()
-        next(steps)
-        wait()
-        first = time.perf_counter() - start
-        start = time.perf_counter()
-        next(steps)
-        wait()
-        second = time.perf_counter() - start
+        first, second = (seconds_of(lambda: next(steps), idle_wait(device)) for _ in range(2))
     return {"first": first, "search": spent.seconds, "again": spent.again, "second": second}
 
 

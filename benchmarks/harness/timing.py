@@ -75,14 +75,21 @@ def far_behind(
     They take ten times as long as the fastest, or longer: torch's BF16 products on a CPU without
     instructions for them do. One step says as much as a hundred. Compile and warm up before.
     """
-    seconds = {}
-    for arm in arms:
-        wait()
-        start = clock()
-        arm.step()
-        wait()
-        seconds[arm.name] = clock() - start
+    seconds = {arm.name: seconds_of(arm.step, wait, clock) for arm in arms}
     return {name: s for name, s in seconds.items() if s >= 10 * min(seconds.values())}
+
+
+def seconds_of(
+    step: Callable[[], object],
+    wait: Callable[[], None] = lambda: None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> float:
+    """Of one call; the device is idle at both ends."""
+    wait()
+    start = clock()
+    step()
+    wait()
+    return clock() - start
 
 
 def low_dtype(device: torch.device) -> torch.dtype | str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from benchmarks.harness.processes import call_elsewhere
-from benchmarks.harness.timing import Arm, idle_wait, take_turns
+from benchmarks.harness.timing import Arm, idle_wait, seconds_of, take_turns
 from mpcompile import LossScale, MPOptimizer, ir
 from mpcompile.scaling import copies
 
@@ -289,10 +288,4 @@ def first_steps(name: str, kind: str) -> float:
         step: Callable[[], object] = ours_optimizer(ours, work, device).step
     else:
         step = peer_step(next(one for one in PEERS if one.name == name), work, device)
-    wait = idle_wait(device)
-    wait()
-    start = time.perf_counter()
-    for _ in range(2):
-        step()
-    wait()
-    return time.perf_counter() - start
+    return seconds_of(lambda: [step() for _ in range(2)], idle_wait(device))
