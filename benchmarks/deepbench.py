@@ -16,7 +16,16 @@ from dataclasses import dataclass
 import torch
 
 from benchmarks.harness.report import Report, Settings, Table, paragraphs, plain, where
-from benchmarks.harness.timing import Arm, far_behind, idle_wait, ratio, summarize, take_turns
+from benchmarks.harness.timing import (
+    Arm,
+    far_behind,
+    how_compared,
+    idle_wait,
+    low_beside,
+    ratio,
+    summarize,
+    take_turns,
+)
 from mpcompile.profile import Profile, load
 from mpcompile.profile.calls import Point, build
 from mpcompile.profile.cost_model import KINDS
@@ -151,11 +160,6 @@ def work_for(device: torch.device) -> Work:
     return Work(CUDA_SHAPES if device.type == "cuda" else CPU_SHAPES)
 
 
-def low_of(device: torch.device) -> torch.dtype:
-    """What "auto" means there: FP16 products have no fast kernels on most CPUs."""
-    return torch.float16 if device.type == "cuda" else torch.bfloat16
-
-
 def measure_all(work: Work, device: torch.device) -> dict[str, Found]:
     """Shape's name -> what it showed."""
     profile = load(device)
@@ -163,7 +167,7 @@ def measure_all(work: Work, device: torch.device) -> dict[str, Found]:
 
 
 def _measure(shape: Shape, work: Work, device: torch.device, profile: Profile | None) -> Found:
-    low, wait = low_of(device), idle_wait(device)
+    low, wait = low_beside(device), idle_wait(device)
     calls = {
         FULL: (shape.aligned, torch.float32),
         LOW: (shape.aligned, low),
@@ -201,11 +205,10 @@ CLEAR = 1.1
 
 def make_report(device: torch.device, work: Work, found: Mapping[str, Found]) -> Report:
     """The whole report."""
-    low = str(low_of(device)).removeprefix("torch.")
+    low = str(low_beside(device)).removeprefix("torch.")
     how = (
-        f"The low dtype is {low}. Times are medians [p10, p90] of {work.rounds} interleaved "
-        "rounds. A ratio is the median over the rounds of the ratio within a round, with its 95% "
-        "bootstrap interval. A call that takes ten times as long as the fastest was timed once."
+        f"The low dtype is {low}. {how_compared(work.rounds, 'the first')} A call that takes ten "
+        "times as long as the fastest was timed once."
     )
     return Report(
         title=f"DeepBench's shapes, {low} against FP32, on {where(device)}",

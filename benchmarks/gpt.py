@@ -30,6 +30,7 @@ from benchmarks.harness.timing import (
     Arm,
     Ratio,
     far_behind,
+    how_compared,
     idle_wait,
     ratio,
     summarize,
@@ -297,10 +298,8 @@ def _notes(work: Work) -> list[str]:
     return [
         f"{size.layers} pre-norm layers, width {size.width}, {size.heads} heads, vocabulary "
         f"{size.vocab}, {work.batch} sequences of {size.context} tokens; the loss is inside the "
-        f"compiled function. Median [p10, p90] of {work.rounds} interleaved rounds of {work.steps} "
-        "steps. Saved: what autograd keeps between forward and backward. A ratio is the median "
-        "over the rounds of the ratio within a round, with its 95% bootstrap interval; above 1, "
-        "mpcompile is faster.",
+        f"compiled function. {work.steps} steps in a round. {how_compared(work.rounds)} Saved: "
+        "what autograd keeps between forward and backward.",
         "Starts are fresh processes, timed from the compiling call to the end of the first step. "
         "Passes: our capture and passes, as a share of the cold start. CPU seconds are the "
         "process's own and see less of what else runs on the machine.",

@@ -27,7 +27,15 @@ import torch.nn.functional as F
 from torch import nn
 
 from benchmarks.harness.report import Report, Settings, Table, paragraphs, plain, where
-from benchmarks.harness.timing import Ratio, auto_or, idle_wait, in_turns, ratio, summarize
+from benchmarks.harness.timing import (
+    Ratio,
+    auto_or,
+    how_compared,
+    idle_wait,
+    in_turns,
+    ratio,
+    summarize,
+)
 from benchmarks.models import GPT2, Sample, Tagger
 from mpcompile import MPOptimizer, mpcompile
 from mpcompile.optim.decide import Decision
@@ -173,10 +181,8 @@ def run(settings: Settings) -> Report:
         title=f"What a small step costs, on {where(device)}",
         notes=[
             *paragraphs(__doc__),
-            f"16 rows or tokens each. Microseconds, median [p10, p90] of {work.rounds} interleaved "
-            f"rounds of {work.steps} steps; on a GPU those of the host. A ratio is the median over "
-            "the rounds of peer/ours within a round, with its 95% bootstrap interval: above 1, "
-            "ours is faster.",
+            f"16 rows or tokens each. Microseconds, on a GPU those of the host; {work.steps} steps "
+            f"in a round. {how_compared(work.rounds)}",
         ],
         tables=[*(_table(name, arms, ratios[name]) for name, arms in found.items()), _split(parts)],
         verdicts={

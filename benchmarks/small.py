@@ -18,6 +18,7 @@ from benchmarks.harness.timing import (
     Arm,
     Ratio,
     far_behind,
+    how_compared,
     idle_wait,
     ratio,
     summarize,
@@ -80,10 +81,14 @@ def rerun(device: torch.device) -> Report:
 
 def _compared(work: Work, device: torch.device) -> Report:
     found = measure_all(work, device)
+    how = (
+        "Forward (the loss is inside the compiled function) and backward on one batch, in BF16 "
+        f"where an arm runs low. {how_compared(work.rounds)}"
+    )
     ratios = {model: over_better(samples) for model, samples in found.seconds.items()}
     return Report(
         title=f"Networks of small matrix products on {where(device)}",
-        notes=[_NOTE, _how(work), *found.left_out],
+        notes=[_NOTE, how, *found.left_out],
         tables=[_times(found), _ratios(ratios)],
         verdicts=_verdicts(ratios),
         data={
@@ -168,15 +173,6 @@ def _verdicts(ratios: Mapping[str, tuple[str, Mapping[str, Ratio]]]) -> dict[str
             claim = f"{model}: {arm} at least {OVER_BETTER}x the better peer, {base}"
             verdicts[f"{claim}: {found.paired:.2f}x"] = found.paired >= OVER_BETTER
     return verdicts
-
-
-def _how(work: Work) -> str:
-    return (
-        "Forward (the loss is inside the compiled function) and backward on one batch, in BF16 "
-        f"where an arm runs low. Median [p10, p90] of {work.rounds} interleaved rounds. A ratio is "
-        "the median over the rounds of the ratio within a round, with its 95% bootstrap interval; "
-        "above 1, mpcompile is faster."
-    )
 
 
 def _times(found: Measured) -> Table:

@@ -28,9 +28,9 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from typing import Any
 
-from benchmarks.harness.report import SCRATCH, Report, Settings, Table, commit, paragraphs
+from benchmarks.harness.report import Report, Settings, Table, paragraphs
 from benchmarks.zoo import report as zoo
-from benchmarks.zoo.catalogue import TORCHVISION, installed, measure_each
+from benchmarks.zoo.catalogue import TORCHVISION, rows_of
 from benchmarks.zoo.measure import BOTH, COMPILED, LEVELS
 from benchmarks.zoo.report import further_off, ratio_to
 
@@ -46,12 +46,7 @@ def run(settings: Settings) -> Report:
     """Measure every model, in as many processes as there are cores; under `settings.quick` two,
     drawn once. Rows are kept in `benchmarks/scratch/` as the zoo keeps them.
     """
-    names = installed(["torchvision"])
-    if settings.quick:
-        rows = measure_each([name for name in names if name in QUICK], draws=1)
-    else:
-        kept = SCRATCH / "vision_rows.jsonl"
-        rows = measure_each(names, DRAWS, kept=kept, commit=commit(), piece=_PIECE)
+    rows = rows_of("vision", LEAST, DRAWS, QUICK, quick=settings.quick, piece=_PIECE)
     report = make_report(paragraphs(__doc__), rows)
     return dataclasses.replace(report, beside={"torchvision": version("torchvision")})
 

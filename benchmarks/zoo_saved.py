@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.harness.report import SCRATCH, Report, Settings, Table, commit, paragraphs
+from benchmarks.harness.report import Report, Settings, Table, paragraphs
 from benchmarks.saved_bytes import excess
 from benchmarks.saved_bytes.count import (
     AUTOCAST,
@@ -33,7 +33,7 @@ from benchmarks.saved_bytes.count import (
     planned_for_gpu,
     prepared,
 )
-from benchmarks.zoo.catalogue import LIBRARIES, installed, measure_each
+from benchmarks.zoo.catalogue import LIBRARIES, rows_of
 from benchmarks.zoo.making import Entry, Inputs
 from benchmarks.zoo.measure import BOTH, LEVELS
 from benchmarks.zoo.report import LEAST
@@ -49,13 +49,7 @@ _SAME = 1.005
 
 def run(settings: Settings) -> Report:
     """Count every model; under `settings.quick` two. Rows are kept as those of `zoo` are."""
-    names = installed(LEAST)
-    if settings.quick:
-        rows = measure_each([name for name in names if name in QUICK], 1, function=SAVED)
-    else:
-        kept = SCRATCH / "zoo_saved_rows.jsonl"
-        rows = measure_each(names, 1, kept=kept, commit=commit(), function=SAVED)
-    return make_report(rows)
+    return make_report(rows_of("zoo_saved", LEAST, 1, QUICK, quick=settings.quick, function=SAVED))
 
 
 def make_report(rows: Sequence[Mapping[str, Any]]) -> Report:

@@ -104,6 +104,11 @@ def auto_or(dtype: torch.dtype, device: torch.device) -> torch.dtype | str:
     return "auto" if dtype is capabilities(device).auto else dtype
 
 
+def low_beside(device: torch.device) -> torch.dtype:
+    """What a peer runs in: FP16 products have no fast kernels on most CPUs."""
+    return torch.bfloat16 if device.type == "cpu" else torch.float16
+
+
 def idle_wait(device: torch.device) -> Callable[[], None]:
     """What `take_turns(wait=...)` needs on this device."""
     if device.type == "cuda":
@@ -173,6 +178,15 @@ def ratio(
         paired=float(np.median(paired)),
         low=float(low),
         high=float(high),
+    )
+
+
+def how_compared(rounds: int, arm: str = "mpcompile") -> str:
+    """For the notes of a report: what its times and ratios are. `arm` is what is held to peers."""
+    return (
+        f"Median [p10, p90] of {rounds} interleaved rounds. A ratio is the median over the rounds "
+        "of the ratio within a round, with its 95% bootstrap interval; above 1, "
+        f"{arm} is faster."
     )
 
 

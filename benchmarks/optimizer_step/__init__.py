@@ -21,7 +21,7 @@ from __future__ import annotations
 import torch
 
 from benchmarks.harness.report import Report, Settings, Table, paragraphs, plain
-from benchmarks.harness.timing import Ratio, ratio, summarize
+from benchmarks.harness.timing import Ratio, how_compared, ratio, summarize
 from benchmarks.optimizer_step.measure import (
     OURS,
     PEERS,
@@ -45,10 +45,9 @@ def run(settings: Settings) -> Report:
         notes=[
             *paragraphs(__doc__),
             f"{sum(1 for _ in work.shapes())} tensors of a GPT ({work.layers} layers, width "
-            f"{work.width}, vocabulary {work.vocab}). Median [p10, p90] of {work.rounds} "
-            f"interleaved rounds of {work.steps} steps. A ratio is the median over the rounds of "
-            "the ratio within a round, with its 95% bootstrap interval; above 1, mpcompile is "
-            "faster. GB/s is bytes by the count over the median time; a cached or written line "
+            f"{work.width}, vocabulary {work.vocab}). {work.steps} steps in a round. "
+            f"{how_compared(work.rounds)} "
+            "GB/s is bytes by the count over the median time; a cached or written line "
             "that is first read counts as the program sees it, once. Compile time: a fresh "
             "process with empty caches, to the end of the second step.",
         ],

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from benchmarks.harness.processes import call_elsewhere
-from benchmarks.harness.timing import Arm, idle_wait, seconds_of, take_turns
+from benchmarks.harness.timing import Arm, idle_wait, low_beside, seconds_of, take_turns
 from mpcompile import LossScale, MPOptimizer, ir
 from mpcompile.scaling import copies
 
@@ -132,10 +132,6 @@ def _parameters(work: Work, device: torch.device) -> list[nn.Parameter]:
     return parameters
 
 
-def _low_dtype(device: torch.device) -> torch.dtype:
-    return torch.bfloat16 if device.type == "cpu" else torch.float16
-
-
 def _loss_scale() -> LossScale:
     return LossScale.dynamic(init_scale=1.0, growth_interval=10**9)
 
@@ -143,7 +139,7 @@ def _loss_scale() -> LossScale:
 def ours_optimizer(ours: Ours, work: Work, device: torch.device) -> MPOptimizer:
     """An MPOptimizer in one of the situations, its gradients in place."""
     parameters = _parameters(work, device)
-    scale, dtype = _loss_scale(), _low_dtype(device)
+    scale, dtype = _loss_scale(), low_beside(device)
     if ours.low:
         for parameter in parameters:
             assert parameter.grad is not None
@@ -173,7 +169,7 @@ def peer_step(peer: Peer, work: Work, device: torch.device) -> Callable[[], obje
     scaler = torch.amp.GradScaler(device.type, init_scale=1.0, growth_interval=10**9)
     scaler.scale(torch.ones((), device=device))  # it makes its tensors when it is first used
     weights: list[Tensor] = list(parameters)
-    low = [torch.empty_like(p, dtype=_low_dtype(device)) for p in weights] if peer.cast else []
+    low = [torch.empty_like(p, dtype=low_beside(device)) for p in weights] if peer.cast else []
 
     def step() -> None:
         if peer.clip:

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from benchmarks.harness.report import Report, Settings, Table, paragraphs, plain, where
-from benchmarks.harness.timing import Ratio, ratio, summarize
+from benchmarks.harness.timing import Ratio, how_compared, ratio, summarize
 from benchmarks.peers.measure import (
     AUTOCAST,
     BUDGETED,
@@ -84,11 +84,7 @@ def make_report(
         for name, row in rows.items()
         for way, why in row.left_out.items()
     ]
-    how = (
-        f"Steps are medians [p10, p90] of {work.rounds} interleaved rounds, all arms of a task in "
-        "one process. A ratio is the median over the rounds of peer/ours within a round, with its "
-        "95% bootstrap interval: above 1, ours is faster. MB are 10^6 bytes."
-    )
+    how = f"All arms of a task in one process. {how_compared(work.rounds)} MB are 10^6 bytes."
     return Report(
         title=title,
         notes=[*notes, how, *left_out],

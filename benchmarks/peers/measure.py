@@ -23,7 +23,7 @@ from benchmarks.harness.checking import ALIKE
 from benchmarks.harness.peak import peak_bytes
 from benchmarks.harness.processes import call_elsewhere
 from benchmarks.harness.report import SCRATCH, environment, plain
-from benchmarks.harness.timing import Arm, far_behind, idle_wait, seconds_of, take_turns
+from benchmarks.harness.timing import Arm, far_behind, idle_wait, low_beside, seconds_of, take_turns
 from benchmarks.harness.ways import Way, trainer_for
 from benchmarks.papers.rows import fingerprint
 from benchmarks.papers.task import Task, Training
@@ -236,7 +236,7 @@ def ways(device: torch.device, emit: str) -> tuple[Way, ...]:
 
     Every peer has a fused optimizer, those in FP16 a GradScaler. Only Inductor recomputes.
     """
-    low = torch.bfloat16 if device.type == "cpu" else torch.float16
+    low = low_beside(device)
     ours = "auto"
     return (
         Way(EAGER, fused=True),

@@ -29,7 +29,7 @@ from collections.abc import Mapping
 import torch
 
 from benchmarks.harness.report import Report, Settings, Table, paragraphs, plain, where
-from benchmarks.harness.timing import Ratio, ratio, summarize
+from benchmarks.harness.timing import Ratio, how_compared, ratio, summarize
 from benchmarks.whole_step.measure import (
     ARMS,
     EAGER,
@@ -37,7 +37,6 @@ from benchmarks.whole_step.measure import (
     PLAIN,
     WARM_UP,
     WHOLE,
-    Measured,
     Row,
     Started,
     measure_all,
@@ -52,10 +51,10 @@ def run(settings: Settings) -> Report:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        found = measure_all(work, device)
+        rows, starts = measure_all(work, device)
     finally:
         torch.set_num_threads(threads)
-    return make_report(found, work, device)
+    return make_report(rows, starts, work, device)
 
 
 # -- report ----------------------------------------------------------------------------------------
@@ -64,24 +63,29 @@ def run(settings: Settings) -> Report:
 _MB = 1e6
 
 
-def make_report(found: Measured, work: Work, device: torch.device) -> Report:
+def make_report(
+    rows: Mapping[str, Row],
+    starts: Mapping[str, Mapping[str, Started]],
+    work: Work,
+    device: torch.device,
+) -> Report:
     """The whole report."""
-    ratios = {name: over_peer(row) for name, row in found.rows.items()}
+    ratios = {name: over_peer(row) for name, row in rows.items()}
     tables = [_summary(ratios)]
-    tables += [_table(name, row, ratios[name]) for name, row in found.rows.items()]
-    if found.starts:
-        tables.append(_starts(found.starts))
+    tables += [_table(name, row, ratios[name]) for name, row in rows.items()]
+    if starts:
+        tables.append(_starts(starts))
     return Report(
         title=f"A training step compiled as a whole, on {where(device)}",
-        notes=[*paragraphs(__doc__), _how(work), *_remarks(found.rows)],
+        notes=[*paragraphs(__doc__), _how(work), *_remarks(rows)],
         tables=tables,
-        verdicts=_verdicts(found.rows, ratios),
+        verdicts=_verdicts(rows, ratios),
         data={
             "rounds": work.rounds,
             "steps": {task.name: task.steps for task in work.tasks},
-            "rows": plain(found.rows),
+            "rows": plain(rows),
             "ratios": plain(ratios),
-            "starts": plain(found.starts),
+            "starts": plain(starts),
         },
     )
 
@@ -99,9 +103,7 @@ def over_peer(row: Row) -> dict[str, Ratio]:
 
 def _how(work: Work) -> str:
     return (
-        f"Steps are medians [p10, p90] of {work.rounds} interleaved rounds, all arms in one "
-        "process. A ratio is the median over the rounds of peer/arm within a round, with its 95% "
-        "bootstrap interval: above 1, the arm is faster. The loss is that of step "
+        f"All arms in one process. {how_compared(work.rounds, 'the arm')} The loss is that of step "
         f"{WARM_UP} on a batch that stays the same. MB are 10^6 bytes."
     )
 

@@ -53,16 +53,12 @@ class Row:
     graphs: int = 0
 
 
-@dataclasses.dataclass(frozen=True)
-class Measured:
-    """The rows, and the starts of those tasks that have them: row -> arm -> seconds."""
-
-    rows: dict[str, Row]
-    starts: dict[str, dict[str, Started]]
-
-
-def measure_all(work: Work, device: torch.device) -> Measured:
-    """One row after the other, then the starts in processes of their own."""
+def measure_all(
+    work: Work, device: torch.device
+) -> tuple[dict[str, Row], dict[str, dict[str, Started]]]:
+    """One row after the other, then the starts in processes of their own, of those tasks that have
+    them: row -> arm -> seconds.
+    """
     rows = {}
     for name, (task, dtype) in work.rows.items():
         rows[name] = _measured(task, dtype, work, device)
@@ -73,7 +69,7 @@ def measure_all(work: Work, device: torch.device) -> Measured:
         name: measure_starts(name, [a for a in rows[name].seconds if a != EAGER], device)
         for name in started
     }
-    return Measured(rows, starts)
+    return rows, starts
 
 
 def _measured(task: Task, dtype: str, work: Work, device: torch.device) -> Row:
