@@ -68,6 +68,11 @@ def missing(module: ModuleType) -> str:
     return ", ".join(name for name in needs if importlib.util.find_spec(name) is None)
 
 
+def report_name(name: str, module: ModuleType, device: torch.device) -> str:
+    """The stem of its files: the benchmark's name and the device, or the module's `REPORT`."""
+    return getattr(module, "REPORT", f"{name}_{device.type}")
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     known = registry()
     parser = _parser()
@@ -104,13 +109,13 @@ def _run(modules: dict[str, ModuleType], options: argparse.Namespace) -> int:
         if lacking := missing(module):
             print(f"{name}: skipped, because {lacking} is not installed\n", flush=True)
             continue
-        start = time.perf_counter()
+        start, record = time.perf_counter(), environment(settings.device)
         report = module.run(settings)
         if options.quick:
             quick = "**A quick run: the numbers mean nothing, nor do the verdicts.**"
             report = dataclasses.replace(report, notes=[quick, *report.notes])
-        print(report.markdown())
-        paths = report.write(out)
+        print(report.markdown(record))
+        paths = report.write(out, report_name(name, module, settings.device), record)
         spent = time.perf_counter() - start
         print(f"{name}: {spent:.0f} s; wrote {', '.join(map(str, paths))}\n", flush=True)
     return 0

@@ -38,7 +38,7 @@ from torch._inductor.virtualized import V
 from torch.utils._ordered_set import OrderedSet
 
 from benchmarks.harness.processes import calls_elsewhere
-from benchmarks.harness.report import Report, Settings, Table, environment, paragraphs, plain
+from benchmarks.harness.report import Report, Settings, Table, paragraphs, plain
 from benchmarks.harness.scheduled import moved, name_of, origin, origins, plan_only
 from benchmarks.harness.ways import trainer_for
 from benchmarks.peers.measure import AUTOCAST, PIECES, ways
@@ -46,6 +46,7 @@ from benchmarks.real_models import BY_DEVICE, TASKS, TINY
 from mpcompile.devices import cpu
 
 DEVICES = ("cpu",)
+REPORT = "cpu_traffic"  # the same on every machine
 ARMS = (AUTOCAST, *PIECES)
 FLAGS = dict.fromkeys(("avx2", "avx512_f", "avx512_bf16", "amx_bf16", "amx_tile"), True)
 """Of the CPU that is planned for."""
@@ -87,7 +88,7 @@ def run(settings: Settings) -> Report:
     answers = calls_elsewhere("benchmarks.cpu_traffic:counted", calls, quiet)
     for (name, arm), answer in zip(calls, answers, strict=True):
         found[name][arm] = Count(**answer)
-    return make_report(found, environment(settings.device))
+    return make_report(found)
 
 
 # -- counting -------------------------------------------------------------------------------------
@@ -241,15 +242,13 @@ def _is_over(name: str, vocabulary: int, graph: GraphLowering) -> bool:
 # -- report ---------------------------------------------------------------------------------------
 
 
-def make_report(found: dict[str, dict[str, Count]], record: dict[str, str]) -> Report:
+def make_report(found: dict[str, dict[str, Count]]) -> Report:
     return Report(
-        name="cpu_traffic",
         title="A training step on a CPU, by bytes",
         notes=paragraphs(__doc__),
         tables=[_sums(found), *(_causes(name, arms) for name, arms in found.items())],
         verdicts=_verdicts(found),
         data={"counted": plain(found)},
-        environment=record,
     )
 
 

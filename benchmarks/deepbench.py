@@ -15,8 +15,17 @@ from dataclasses import dataclass
 
 import torch
 
-from benchmarks.harness.report import Report, Settings, Table, environment, paragraphs, plain, where
-from benchmarks.harness.timing import Arm, far_behind, idle_wait, ratio, summarize, take_turns
+from benchmarks.harness.report import Report, Settings, Table, paragraphs, plain, where
+from benchmarks.harness.timing import (
+    Arm,
+    far_behind,
+    how_compared,
+    idle_wait,
+    low_beside,
+    ratio,
+    summarize,
+    take_turns,
+)
 from mpcompile.profile import Profile, load
 from mpcompile.profile.calls import Point, build
 from mpcompile.profile.cost_model import KINDS
@@ -26,8 +35,7 @@ def run(settings: Settings) -> Report:
     """Time every shape that fits; under `settings.quick` three small ones, once."""
     device = settings.device
     work = QUICK if settings.quick else work_for(device)
-    record = environment(device)
-    return make_report(device, work, measure_all(work, device), paragraphs(__doc__), record)
+    return make_report(device, work, measure_all(work, device))
 
 
 # -- shapes ----------------------------------------------------------------------------------------
@@ -152,11 +160,6 @@ def work_for(device: torch.device) -> Work:
     return Work(CUDA_SHAPES if device.type == "cuda" else CPU_SHAPES)
 
 
-def low_of(device: torch.device) -> torch.dtype:
-    """What "auto" means there: FP16 products have no fast kernels on most CPUs."""
-    return torch.float16 if device.type == "cuda" else torch.bfloat16
-
-
 def measure_all(work: Work, device: torch.device) -> dict[str, Found]:
     """Shape's name -> what it showed."""
     profile = load(device)
@@ -164,7 +167,7 @@ def measure_all(work: Work, device: torch.device) -> dict[str, Found]:
 
 
 def _measure(shape: Shape, work: Work, device: torch.device, profile: Profile | None) -> Found:
-    low, wait = low_of(device), idle_wait(device)
+    low, wait = low_beside(device), idle_wait(device)
     calls = {
         FULL: (shape.aligned, torch.float32),
         LOW: (shape.aligned, low),
@@ -200,28 +203,19 @@ CLEAR = 1.1
 """A difference from which on it matters which of two dtypes is chosen."""
 
 
-def make_report(
-    device: torch.device,
-    work: Work,
-    found: Mapping[str, Found],
-    notes: Sequence[str],
-    record: Mapping[str, str],
-) -> Report:
-    """The whole report; `record` says what was measured on, as `environment` does."""
-    low = str(low_of(device)).removeprefix("torch.")
+def make_report(device: torch.device, work: Work, found: Mapping[str, Found]) -> Report:
+    """The whole report."""
+    low = str(low_beside(device)).removeprefix("torch.")
     how = (
-        f"The low dtype is {low}. Times are medians [p10, p90] of {work.rounds} interleaved "
-        "rounds. A ratio is the median over the rounds of the ratio within a round, with its 95% "
-        "bootstrap interval. A call that takes ten times as long as the fastest was timed once."
+        f"The low dtype is {low}. {how_compared(work.rounds, 'the first')} A call that takes ten "
+        "times as long as the fastest was timed once."
     )
     return Report(
-        name=f"deepbench_{device.type}",
         title=f"DeepBench's shapes, {low} against FP32, on {where(device)}",
-        notes=[*notes, how],
+        notes=[*paragraphs(__doc__), how],
         tables=[_ratios(found), _times(found)],
         verdicts=_verdicts(found),
         data={"rounds": work.rounds, "shapes": plain(found)},
-        environment=record,
     )
 
 

@@ -1,4 +1,4 @@
-"""scikit-learn's digits for `parity` and `ablations`: a part to train on, a part to judge by."""
+"""scikit-learn's digits for `papers` and `ablations`: a part to train on, a part to judge by."""
 
 from __future__ import annotations
 

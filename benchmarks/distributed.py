@@ -37,7 +37,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.harness.report import Report, Settings, Table, environment, paragraphs, plain
+from benchmarks.harness.report import Report, Settings, Table, paragraphs, plain
 from benchmarks.harness.ways import AutocastTrainer, Trainer, Way
 from benchmarks.models import GPT2, Sample
 
@@ -46,17 +46,14 @@ DEVICES = ("cpu",)  # two processes with one GPU each: more than a machine of ou
 
 def run(settings: Settings) -> Report:
     """Count every arm; under `settings.quick` a tiny model."""
-    record = environment(settings.device)
     work = TINY if settings.quick else WORK
     found = measure_all(work, ARMS)
     return Report(
-        name=f"distributed_{settings.device.type}",
         title="What a training step sends",
         notes=[*paragraphs(__doc__), *_notes(work)],
         tables=[_table(engine, clips, found) for engine in (DDP, FSDP) for clips in (False, True)],
         verdicts=verdicts(found),
         data={"counted": plain(found)},
-        environment=record,
     )
 
 

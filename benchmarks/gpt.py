@@ -17,7 +17,7 @@ import dataclasses
 import functools
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -25,11 +25,12 @@ from typing import Any
 import torch
 
 from benchmarks.harness.processes import call_elsewhere
-from benchmarks.harness.report import Report, Settings, Table, environment, plain, where
+from benchmarks.harness.report import Report, Settings, Table, plain, where
 from benchmarks.harness.timing import (
     Arm,
     Ratio,
     far_behind,
+    how_compared,
     idle_wait,
     ratio,
     summarize,
@@ -47,8 +48,7 @@ def run(settings: Settings) -> Report:
     """Measure everything; under `settings.quick` a tiny model, once, without compiling."""
     device = settings.device
     work = TINY if settings.quick else work_for(device)
-    record = environment(device)
-    return make_report(work, device, measure_all(work, device), record)
+    return make_report(work, device, measure_all(work, device))
 
 
 # -- arms ------------------------------------------------------------------------------------------
@@ -261,10 +261,8 @@ SHARE = 0.10
 WARM = 1.05
 
 
-def make_report(
-    work: Work, device: torch.device, found: Measured, record: Mapping[str, str]
-) -> Report:
-    """The whole report; `record` says what was measured on, as `environment` does."""
+def make_report(work: Work, device: torch.device, found: Measured) -> Report:
+    """The whole report."""
     times = {"forward + backward": found.backward, "with AdamW": found.update}
     ratios = {
         label: {
@@ -276,7 +274,6 @@ def make_report(
     }
     told = [f"{name} takes {s:.1f} s a step here: left out." for name, s in found.slow.items()]
     return Report(
-        name=f"gpt_{device.type}",
         title=f"GPT training step in BF16 on {where(device)}",
         notes=[*_notes(work), *told],
         tables=[
@@ -293,7 +290,6 @@ def make_report(
             "ratios": plain(ratios),
             "starts": found.starts,
         },
-        environment=record,
     )
 
 
@@ -302,10 +298,8 @@ def _notes(work: Work) -> list[str]:
     return [
         f"{size.layers} pre-norm layers, width {size.width}, {size.heads} heads, vocabulary "
         f"{size.vocab}, {work.batch} sequences of {size.context} tokens; the loss is inside the "
-        f"compiled function. Median [p10, p90] of {work.rounds} interleaved rounds of {work.steps} "
-        "steps. Saved: what autograd keeps between forward and backward. A ratio is the median "
-        "over the rounds of the ratio within a round, with its 95% bootstrap interval; above 1, "
-        "mpcompile is faster.",
+        f"compiled function. {work.steps} steps in a round. {how_compared(work.rounds)} Saved: "
+        "what autograd keeps between forward and backward.",
         "Starts are fresh processes, timed from the compiling call to the end of the first step. "
         "Passes: our capture and passes, as a share of the cold start. CPU seconds are the "
         "process's own and see less of what else runs on the machine.",

@@ -26,8 +26,16 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from benchmarks.harness.report import Report, Settings, Table, environment, paragraphs, plain, where
-from benchmarks.harness.timing import Ratio, auto_or, idle_wait, in_turns, ratio, summarize
+from benchmarks.harness.report import Report, Settings, Table, paragraphs, plain, where
+from benchmarks.harness.timing import (
+    Ratio,
+    auto_or,
+    how_compared,
+    idle_wait,
+    in_turns,
+    ratio,
+    summarize,
+)
 from benchmarks.models import GPT2, Sample, Tagger
 from mpcompile import MPOptimizer, mpcompile
 from mpcompile.optim.decide import Decision
@@ -154,7 +162,7 @@ class Arm:
 def run(settings: Settings) -> Report:
     """Time each arm in each phase; under `settings.quick` one layer, without Inductor."""
     work, device = TINY if settings.quick else WORK, settings.device
-    record, threads = environment(device), torch.get_num_threads()
+    threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         found = {
@@ -170,14 +178,11 @@ def run(settings: Settings) -> Report:
         for name, arms in found.items()
     }
     return Report(
-        name=f"overhead_{device.type}",
         title=f"What a small step costs, on {where(device)}",
         notes=[
             *paragraphs(__doc__),
-            f"16 rows or tokens each. Microseconds, median [p10, p90] of {work.rounds} interleaved "
-            f"rounds of {work.steps} steps; on a GPU those of the host. A ratio is the median over "
-            "the rounds of peer/ours within a round, with its 95% bootstrap interval: above 1, "
-            "ours is faster.",
+            f"16 rows or tokens each. Microseconds, on a GPU those of the host; {work.steps} steps "
+            f"in a round. {how_compared(work.rounds)}",
         ],
         tables=[*(_table(name, arms, ratios[name]) for name, arms in found.items()), _split(parts)],
         verdicts={
@@ -188,7 +193,6 @@ def run(settings: Settings) -> Report:
             "rounds": work.rounds, "steps": work.steps, "seconds": found,
             "ratios": plain(ratios), "parts": parts,
         },
-        environment=record,
     )  # fmt: skip
 
 

@@ -17,8 +17,17 @@ import torch
 from torch._inductor import config as inductor
 from torch._inductor.utils import fresh_cache
 
-from benchmarks.harness.report import Report, Settings, Table, environment, plain, where
-from benchmarks.harness.timing import Arm, Ratio, idle_wait, ratio, summarize, take_turns
+from benchmarks.harness.report import Report, Settings, Table, plain, where
+from benchmarks.harness.timing import (
+    Arm,
+    Ratio,
+    how_compared,
+    idle_wait,
+    low_beside,
+    ratio,
+    summarize,
+    take_turns,
+)
 from benchmarks.harness.ways import Way
 from benchmarks.models import Detector, Recommender, Sample
 from benchmarks.step_times import Begun, Timed, Work
@@ -31,16 +40,13 @@ def run(settings: Settings) -> Report:
     device = settings.device
     full = CUDA if device.type == "cuda" else CPU
     work = TINY if settings.quick else full
-    record = environment(device)
     found = measure_all(work, device)
     return Report(
-        name=f"padding_{device.type}",
         title=f"Padding for Tensor Cores on {where(device)}",
         notes=_notes(work, device),
         tables=[_times(found), _ratios(found), _shares(found)],
         verdicts=_verdicts(found, device),
         data={"rounds": work.rounds, "models": plain(found)},
-        environment=record,
     )
 
 
@@ -147,7 +153,7 @@ def _measure(timed: Timed, work: Work, device: torch.device) -> Found:
 
 
 def _ways(device: torch.device, emit: str) -> list[Way]:
-    low = torch.float16 if device.type == "cuda" else torch.bfloat16
+    low = low_beside(device)
     # Inductor's own choice is made by timing; "auto" of ours times nothing.
     pads = ({"shape_padding": arm == PAD_MM} if emit == "inductor" else {} for arm in PEERS)
     peers = [
@@ -174,9 +180,8 @@ def _notes(work: Work, device: torch.device) -> list[str]:
         "A GPT with the 50257 words of GPT-2, DLRM's towers and products of features, SSD's heads. "
         "Inductor's pad_mm is for GPUs; on a CPU both peers are the same program.",
         "Forward (the loss is inside the compiled function) and backward on one batch, in "
-        f"{'FP16' if device.type == 'cuda' else 'BF16'}. Median [p10, p90] of {work.rounds} "
-        "interleaved rounds. A ratio is the median over the rounds of the ratio within a round, "
-        "with its 95% bootstrap interval; above 1, the arm is faster. Passes: ours that decide and "
+        f"{'FP16' if device.type == 'cuda' else 'BF16'}. {how_compared(work.rounds, 'the arm')} "
+        "Passes: ours that decide and "
         'place padding, as a share of the first step with "never", in which all is compiled.',
     ]
 

@@ -7,14 +7,13 @@ makes the minimum cut; the others capture, classify, rewrite and check.
 from __future__ import annotations
 
 import dataclasses
-import time
 from typing import Any
 
 import torch
 from torch._inductor.utils import fresh_cache
 
-from benchmarks.harness.report import Report, Settings, Table, environment, plain
-from benchmarks.harness.timing import idle_wait
+from benchmarks.harness.report import Report, Settings, Table, plain
+from benchmarks.harness.timing import idle_wait, seconds_of
 from mpcompile import compiled_plans, mpcompile
 from mpcompile.demo.gpt import GPT, GPTConfig
 
@@ -36,10 +35,8 @@ TINY = Work(GPTConfig(vocab=61, context=16, width=32, layers=1, heads=2), emit="
 def run(settings: Settings) -> Report:
     """Compile once at each level; under `settings.quick` a tiny model, without Inductor."""
     work = TINY if settings.quick else Work()
-    record = environment(settings.device)
     found = {level: _compile(work, level, settings.device) for level in LEVELS}
     return Report(
-        name=f"planning_{settings.device.type}",
         title="What planning takes of a cold compile",
         notes=[
             f"A GPT of {work.model.layers} layers, width {work.model.width}, in BF16; seconds from "
@@ -52,7 +49,6 @@ def run(settings: Settings) -> Report:
             for level, one in found.items()
         },
         data={"work": plain(work), "seconds": found},
-        environment=record,
     )
 
 
@@ -63,12 +59,8 @@ def _compile(work: Work, level: str, device: torch.device) -> dict[str, float]:
     options: dict[str, Any] = {"dtype": torch.bfloat16, "level": level, "emit": work.emit}
     mpcompile(model, strict=True, **options)
     tokens = torch.randint(work.model.vocab, (2, work.model.context)).to(device)
-    wait = idle_wait(device)
     with fresh_cache():
-        start = time.perf_counter()
-        model(tokens, tokens).backward()
-        wait()
-        cold = time.perf_counter() - start
+        cold = seconds_of(lambda: model(tokens, tokens).backward(), idle_wait(device))
     (plan,) = compiled_plans(model)
     capture, spent = plan.seconds["capture"], sum(plan.seconds.values())
     return {

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.harness.report import Report, Settings, environment, paragraphs, where
+from benchmarks.harness.report import Report, Settings, paragraphs, where
 from benchmarks.harness.ways import Trainer
 from benchmarks.models import GPT2, BERTEncoder, Sample, ViT, resnet50
 from benchmarks.papers.task import Metrics, Task
@@ -34,16 +34,8 @@ def run(settings: Settings) -> Report:
     """Measure each model; under `settings.quick` two tiny ones, twice, without compiling."""
     device = settings.device
     work = quick() if settings.quick else full(device)
-    return make_report(
-        "real_models",
-        f"Models that people train, on {where(device)}",
-        device,
-        work,
-        measure_all(work, device),
-        paragraphs(__doc__),
-        environment(device),
-        asked=None,
-    )
+    title = f"Models that people train, on {where(device)}"
+    return make_report(title, work, measure_all(work, device), paragraphs(__doc__), asked=None)
 
 
 def full(device: torch.device) -> Work:

@@ -29,7 +29,7 @@ from torch._higher_order_ops.scan import scan
 from torch.func import functional_call, grad, hessian, jacrev, jvp, vmap
 from torch.nn.attention.flex_attention import flex_attention
 
-from benchmarks.harness.report import Report, Settings, Table, environment, paragraphs, plain
+from benchmarks.harness.report import Report, Settings, Table, paragraphs, plain
 from mpcompile import mpcompile
 
 DEVICES = ("cpu",)
@@ -38,7 +38,6 @@ _DTYPES = {"BF16": torch.bfloat16, "FP16": torch.float16}
 
 def run(settings: Settings) -> Report:
     """Count everything; under `settings.quick` one program in BF16."""
-    record = environment(settings.device)
     programs = {**DERIVATIVES, **OTHERS}
     dtypes = _DTYPES
     if settings.quick:
@@ -55,7 +54,6 @@ def run(settings: Settings) -> Report:
         for way, f in ways.items() if way.startswith("mpcompile")
     ]  # fmt: skip
     return Report(
-        f"second_order_{settings.device.type}",
         "Derivatives inside of what is compiled",
         paragraphs(__doc__),
         [
@@ -67,7 +65,6 @@ def run(settings: Settings) -> Report:
             f.off is not None and f.off < 0.1 for f in ours
         )},
         {"found": plain(found)},
-        record,
     )  # fmt: skip
 
 

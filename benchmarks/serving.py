@@ -15,8 +15,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.harness.report import Report, Settings, Table, environment, paragraphs, plain, where
-from benchmarks.harness.timing import Arm, idle_wait, low_dtype, ratio, summarize, take_turns
+from benchmarks.harness.report import Report, Settings, Table, paragraphs, plain, where
+from benchmarks.harness.timing import (
+    Arm,
+    how_compared,
+    idle_wait,
+    low_dtype,
+    ratio,
+    summarize,
+    take_turns,
+)
 from benchmarks.zoo.timm_models import timm
 from mpcompile import mpcompile
 
@@ -104,7 +112,6 @@ TINY = Work(
 def run(settings: Settings) -> Report:
     """Time each model; under `settings.quick` a tiny one, without Inductor."""
     device, work = settings.device, TINY if settings.quick else WORK
-    record = environment(device)
     samples = {served.name: _timed(served, work, device) for served in work.models}
     columns = ("model", *ARMS)
     times = [(name, *(summarize(arms[a]).text() for a in ARMS)) for name, arms in samples.items()]
@@ -113,15 +120,9 @@ def run(settings: Settings) -> Report:
         for name, arms in samples.items()
     }
     over = [(name, *map(str, found.values())) for name, found in ratios.items()]
-    how = (
-        f"Medians [p10, p90] of {work.rounds} interleaved rounds. A ratio is the median over the "
-        "rounds of peer/ours within a round, with its 95% bootstrap interval: above 1, ours is "
-        "faster."
-    )
     return Report(
-        name=f"serving_{device.type}",
         title=f"Models in evaluation, on {where(device)}",
-        notes=[*paragraphs(__doc__), how],
+        notes=[*paragraphs(__doc__), how_compared(work.rounds)],
         tables=[
             Table("mpcompile O1: how many times as fast as", columns[:-1], over),
             Table("A call, ms", columns, times),
@@ -134,7 +135,6 @@ def run(settings: Settings) -> Report:
             for one in [found[COMPILED]]
         },
         data={"rounds": work.rounds, "seconds": samples, "ratios": plain(ratios)},
-        environment=record,
     )
 
 

@@ -9,12 +9,23 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Mapping
 
 import torch
 
-from benchmarks.harness.report import Report, Settings
+from benchmarks.harness.report import Report, Settings, Table, plain, where
+from benchmarks.harness.timing import (
+    Arm,
+    Ratio,
+    far_behind,
+    how_compared,
+    idle_wait,
+    ratio,
+    summarize,
+    take_turns,
+)
 from benchmarks.models import GPT2, MLP, Sample, Tagger
-from benchmarks.step_times import Timed, Work, compare
+from benchmarks.step_times import AUTOCAST, OURS, PEERS, REFUSED, Begun, Timed, Work, ways
 
 
 def _transformer(width: int, length: int, layers: int = 2) -> functools.partial[GPT2]:
@@ -40,7 +51,7 @@ WORK = Work(
     rounds=80,
 )  # fmt: skip
 
-NOTE = (
+_NOTE = (
     "B examples, T tokens, width D, L layers; two heads, a vocabulary of 128 (256 for the LSTM). "
     "torch.compile leaves the graph at the LSTM, which then runs on torch's own kernel, as it does "
     "under mpcompile."
@@ -60,11 +71,123 @@ TINY = Work(
 
 def run(settings: Settings) -> Report:
     """Time each network; under `settings.quick` smaller ones, once, without compiling."""
-    work = TINY if settings.quick else WORK
-    return compare("small", "Networks of small matrix products", [NOTE], work, settings.device)
+    return _compared(TINY if settings.quick else WORK, settings.device)
 
 
 def rerun(device: torch.device) -> Report:
     """The same in fewer rounds, to be held against the committed ratios."""
-    work = dataclasses.replace(WORK, rounds=20)
-    return compare("small", "Networks of small matrix products", [NOTE], work, device)
+    return _compared(dataclasses.replace(WORK, rounds=20), device)
+
+
+def _compared(work: Work, device: torch.device) -> Report:
+    found = measure_all(work, device)
+    how = (
+        "Forward (the loss is inside the compiled function) and backward on one batch, in BF16 "
+        f"where an arm runs low. {how_compared(work.rounds)}"
+    )
+    ratios = {model: over_better(samples) for model, samples in found.seconds.items()}
+    return Report(
+        title=f"Networks of small matrix products on {where(device)}",
+        notes=[_NOTE, how, *found.left_out],
+        tables=[_times(found), _ratios(ratios)],
+        verdicts=_verdicts(ratios),
+        data={
+            "rounds": work.rounds,
+            "steps": {model.name: model.steps for model in work.models},
+            "first_loss": found.losses,
+            "seconds_per_step": found.seconds,
+            "ratios": {
+                model: {f"{arm} over {base}": plain(r) for arm, r in group.items()}
+                for model, (base, group) in ratios.items()
+            },
+        },
+    )
+
+
+# -- measure ---------------------------------------------------------------------------------------
+# Each model timed under every arm.
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """What the models showed.
+
+    Attributes:
+        seconds: model -> arm -> seconds per step, a sample a round.
+        losses: model -> arm -> the first step's.
+        left_out: sentences, which arm of which model is not timed and why.
+    """
+
+    seconds: dict[str, dict[str, list[float]]] = dataclasses.field(default_factory=dict)
+    losses: dict[str, dict[str, float]] = dataclasses.field(default_factory=dict)
+    left_out: list[str] = dataclasses.field(default_factory=list)
+
+
+def measure_all(work: Work, device: torch.device) -> Measured:
+    """Time each model under every arm, one model after the other."""
+    found = Measured()
+    for model in work.models:
+        steps = {
+            arm: Begun(way, model, work.emit, device).compile().step
+            for arm, way in ways(device).items()
+        }
+        found.losses[model.name] = {}
+        for arm, step in list(steps.items()):
+            try:
+                found.losses[model.name][arm] = float(step())
+            except RuntimeError as error:
+                if arm != AUTOCAST or REFUSED not in str(error):
+                    raise
+                del steps[arm]
+                why = f"{model.name}: {arm} can't run here, torch says: {error}."
+                found.left_out.append(why)
+        turns = [Arm(arm, step) for arm, step in steps.items()]
+        spent = far_behind(turns, wait=idle_wait(device)).get(AUTOCAST)
+        if spent is not None:
+            turns = [turn for turn in turns if turn.name != AUTOCAST]
+            found.left_out.append(f"{model.name}: {AUTOCAST} takes {spent:.1f} s a step; left out.")
+        found.seconds[model.name] = take_turns(
+            turns, rounds=work.rounds, steps=model.steps, settle=max(1, model.steps // 4),
+            wait=idle_wait(device),
+        )  # fmt: skip
+    return found
+
+
+# -- report ----------------------------------------------------------------------------------------
+# Each level against the better peer: ratios, verdicts and tables.
+
+OVER_BETTER = 0.98
+"""Each level of ours over the better peer: no slower, up to what a run can tell apart."""
+
+
+def over_better(samples: Mapping[str, list[float]]) -> tuple[str, dict[str, Ratio]]:
+    """The peer with the smaller median, and each level of ours over it."""
+    base = min((p for p in PEERS if p in samples), key=lambda peer: summarize(samples[peer]).median)
+    return base, {arm: ratio(samples[base], samples[arm]) for arm in OURS}
+
+
+def _verdicts(ratios: Mapping[str, tuple[str, Mapping[str, Ratio]]]) -> dict[str, bool]:
+    verdicts = {}
+    for model, (base, group) in ratios.items():
+        for arm, found in group.items():
+            claim = f"{model}: {arm} at least {OVER_BETTER}x the better peer, {base}"
+            verdicts[f"{claim}: {found.paired:.2f}x"] = found.paired >= OVER_BETTER
+    return verdicts
+
+
+def _times(found: Measured) -> Table:
+    rows = [
+        (model, arm, summarize(samples).text(digits=2), f"{found.losses[model][arm]:.4f}")
+        for model, arms in found.seconds.items()
+        for arm, samples in arms.items()
+    ]
+    return Table("Step", ("model", "arm", "forward + backward, ms", "first loss"), rows)
+
+
+def _ratios(ratios: Mapping[str, tuple[str, Mapping[str, Ratio]]]) -> Table:
+    rows = [
+        (model, base, *(str(group[arm]) for arm in OURS)) for model, (base, group) in ratios.items()
+    ]
+    return Table(
+        "How many times faster than the better peer", ("model", "better peer", *OURS), rows
+    )

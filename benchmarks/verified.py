@@ -20,7 +20,6 @@ import dataclasses
 import re
 import statistics
 import tempfile
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -31,8 +30,8 @@ from torch._dynamo.utils import compilation_time_metrics
 
 from benchmarks.harness.peak import peak_bytes
 from benchmarks.harness.processes import call_elsewhere
-from benchmarks.harness.report import Report, Settings, Table, environment, paragraphs, plain
-from benchmarks.harness.timing import Arm, idle_wait, take_turns
+from benchmarks.harness.report import Report, Settings, Table, paragraphs, plain
+from benchmarks.harness.timing import Arm, idle_wait, seconds_of, take_turns
 from benchmarks.harness.timing import ratio as ratio_of
 from benchmarks.harness.ways import Trainer, Way, trainer_for
 from benchmarks.papers.task import Training
@@ -74,7 +73,6 @@ def run(settings: Settings) -> Report:
     device = settings.device
     names = [task.name for task in (TINY[:1] if settings.quick else BY_DEVICE[device.type])]
     rounds = 1 if settings.quick else 2
-    record = environment(device)
     found = {name: {True: Starts(), False: Starts()} for name in names}
     for name, ways in found.items():
         for _ in range(rounds):
@@ -90,7 +88,6 @@ def run(settings: Settings) -> Report:
                 first.live.append(live)
     flag = flag_cost(names[0], device, rounds=2 if settings.quick else 30)
     return Report(
-        name=f"verified_{device.type}",
         title="What it costs to compare compiled code with its graph",
         notes=[*paragraphs(__doc__), f"Rounds: {rounds}."],
         tables=[_table(found)],
@@ -102,7 +99,6 @@ def run(settings: Settings) -> Report:
             },
             "flag": flag,
         },
-        environment=record,
     )
 
 
@@ -113,13 +109,8 @@ def first_step(name: str, kind: str, verify: bool) -> tuple[float, float, int, i
     device = torch.device(kind)
     training, trainer = _training(name, device, {"verify": verify})
     torch.compile(nn.Identity())(torch.zeros(1, device=device))
-    wait = idle_wait(device)
-    wait()
     compilation_time_metrics.clear()
-    start = time.perf_counter()
-    training.step()
-    wait()
-    seconds, peak = time.perf_counter() - start, _peak()
+    seconds, peak = seconds_of(training.step, idle_wait(device)), _peak()
     plans = compiled_plans(trainer.models[0])
     said = [plan.verification.text() for plan in plans if plan.verification is not None]
     inductor = sum(compilation_time_metrics["fx_codegen_and_compile"])

@@ -28,9 +28,9 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from typing import Any
 
-from benchmarks.harness.report import SCRATCH, Report, Settings, Table, environment, paragraphs
+from benchmarks.harness.report import Report, Settings, Table, paragraphs
 from benchmarks.zoo import report as zoo
-from benchmarks.zoo.catalogue import TORCHVISION, installed, measure_each
+from benchmarks.zoo.catalogue import TORCHVISION, rows_of
 from benchmarks.zoo.measure import BOTH, COMPILED, LEVELS
 from benchmarks.zoo.report import further_off, ratio_to
 
@@ -46,14 +46,9 @@ def run(settings: Settings) -> Report:
     """Measure every model, in as many processes as there are cores; under `settings.quick` two,
     drawn once. Rows are kept in `benchmarks/scratch/` as the zoo keeps them.
     """
-    record = {**environment(settings.device), "torchvision": version("torchvision")}
-    names = installed(["torchvision"])
-    if settings.quick:
-        rows = measure_each([name for name in names if name in QUICK], draws=1)
-    else:
-        kept = SCRATCH / "vision_rows.jsonl"
-        rows = measure_each(names, DRAWS, kept=kept, commit=record["commit"], piece=_PIECE)
-    return make_report(f"vision_{settings.device.type}", paragraphs(__doc__), rows, record)
+    rows = rows_of("vision", LEAST, DRAWS, QUICK, quick=settings.quick, piece=_PIECE)
+    report = make_report(paragraphs(__doc__), rows)
+    return dataclasses.replace(report, beside={"torchvision": version("torchvision")})
 
 
 # -- report ----------------------------------------------------------------------------------------
@@ -65,14 +60,12 @@ LEAST = {"torchvision": 16}
 Row = Mapping[str, Any]
 
 
-def make_report(
-    name: str, notes: Sequence[str], rows: Sequence[Row], record: Mapping[str, str]
-) -> Report:
-    """The whole report; `record` says what was measured on, as `environment` does."""
+def make_report(notes: Sequence[str], rows: Sequence[Row]) -> Report:
+    """The whole report."""
     there = {row["name"].partition("/")[2] for row in rows}
     if missing := [model for model in TORCHVISION if model not in there]:
         notes = [*notes, f"**Not measured yet: {', '.join(missing)}.**"]
-    report = zoo.make_report(name, notes, rows, record, LEAST)
+    report = zoo.make_report(notes, rows, LEAST)
     return dataclasses.replace(
         report,
         title="torchvision's models in FP16",

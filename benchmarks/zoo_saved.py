@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.harness.report import SCRATCH, Report, Settings, Table, environment, paragraphs
+from benchmarks.harness.report import Report, Settings, Table, paragraphs
 from benchmarks.saved_bytes import excess
 from benchmarks.saved_bytes.count import (
     AUTOCAST,
@@ -33,7 +33,7 @@ from benchmarks.saved_bytes.count import (
     planned_for_gpu,
     prepared,
 )
-from benchmarks.zoo.catalogue import LIBRARIES, installed, measure_each
+from benchmarks.zoo.catalogue import LIBRARIES, rows_of
 from benchmarks.zoo.making import Entry, Inputs
 from benchmarks.zoo.measure import BOTH, LEVELS
 from benchmarks.zoo.report import LEAST
@@ -49,26 +49,17 @@ _SAME = 1.005
 
 def run(settings: Settings) -> Report:
     """Count every model; under `settings.quick` two. Rows are kept as those of `zoo` are."""
-    record = environment(settings.device)
-    names = installed(LEAST)
-    if settings.quick:
-        rows = measure_each([name for name in names if name in QUICK], 1, function=SAVED)
-    else:
-        kept = SCRATCH / "zoo_saved_rows.jsonl"
-        rows = measure_each(names, 1, kept=kept, commit=record["commit"], function=SAVED)
-    return make_report(f"zoo_saved_{settings.device.type}", rows, record)
+    return make_report(rows_of("zoo_saved", LEAST, 1, QUICK, quick=settings.quick, function=SAVED))
 
 
-def make_report(name: str, rows: Sequence[Mapping[str, Any]], record: Mapping[str, str]) -> Report:
-    """The whole report; `record` says what was measured on, as `environment` does."""
+def make_report(rows: Sequence[Mapping[str, Any]]) -> Report:
+    """The whole report."""
     return Report(
-        name=name,
         title="A zoo of architectures: bytes kept for the backward",
         notes=paragraphs(__doc__),
         tables=[*(_table(library, rows) for library in LEAST), *_beyond(rows)],
         verdicts=_verdicts(rows),
         data={"rows": list(rows)},
-        environment=record,
     )
 
 

@@ -20,7 +20,6 @@ share FP16 rounds to zero: all those below 2^-25 over the loss scale.
 from __future__ import annotations
 
 import statistics
-from pathlib import Path
 
 from benchmarks.ablations.training import (
     BATCH,
@@ -35,15 +34,7 @@ from benchmarks.ablations.training import (
     train_scaled,
     train_stored,
 )
-from benchmarks.harness.report import (
-    RESULTS,
-    Report,
-    Settings,
-    Table,
-    environment,
-    paragraphs,
-    plain,
-)
+from benchmarks.harness.report import Report, Settings, Table, paragraphs, plain
 
 DEVICES = ("cpu",)
 """What FP16 can hold is the same everywhere; a GPU would only launch small kernels."""
@@ -52,7 +43,6 @@ DEVICES = ("cpu",)
 def run(settings: Settings) -> Report:
     """Train everything; under `settings.quick` a few steps of one seed."""
     device = settings.device
-    record = environment(device)
     seeds = range(1 if settings.quick else 3)
     first, second = (4, 4) if settings.quick else (8000, 600)
     stored = {arm: [train_stored(arm, seed, first, device) for seed in seeds] for arm in STORAGES}
@@ -64,10 +54,9 @@ def run(settings: Settings) -> Report:
         *paragraphs(__doc__),
         f"Steps: {first} and {second}, of {BATCH} images. Seeds: "
         f"{', '.join(map(str, seeds))}. Losses are over held-out digits, by an eager FP32 "
-        "forward. Figure: docs/figures/ablations.svg.",
+        "forward. Figure: docs/figures/ablations.svg, which `python -m benchmarks.figures` draws.",
     ]
-    return _Illustrated(
-        name=f"ablations_{device.type}",
+    return Report(
         title="What master weights and loss scaling are for",
         notes=notes,
         tables=[
@@ -81,24 +70,11 @@ def run(settings: Settings) -> Report:
             "loss scaling": plain(scaled),
             "activation gradients, share by octave": gradients.shares(),
         },
-        environment=record,
     )
 
 
 # -- report ----------------------------------------------------------------------------------------
-# Verdicts, tables, and a report with a figure.
-
-
-class _Illustrated(Report):
-    """A report with a figure; the one of the committed numbers lies in the documentation."""
-
-    def write(self, directory: Path) -> list[Path]:
-        from benchmarks.figures import FIGURES, draw_ablations  # which take from this module
-
-        figure = (FIGURES if directory == RESULTS else directory) / "ablations.svg"
-        figure.parent.mkdir(parents=True, exist_ok=True)
-        draw_ablations(figure, self.data)
-        return [*super().write(directory), figure]
+# Verdicts and tables.
 
 
 def _table(title: str, results: Results) -> Table:

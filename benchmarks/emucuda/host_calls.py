@@ -121,7 +121,6 @@ def main() -> None:
     }
     rows = [(name, *(f"{counts[kind]:g}" for kind in KINDS)) for name, counts in found.items()]
     report = Report(
-        name="host_calls",
         title="What the host asks of a GPU in one step, counted on an emulated one",
         notes=paragraphs(__doc__)[1:],
         tables=[Table("In one step", ("", *KINDS), rows)],
@@ -131,10 +130,11 @@ def main() -> None:
             for claim, holds in claims.items()
         },
         data={"counted": found},
-        environment=environment(torch.device("cpu")) | {"emulated": this_gpu().gpu.name},
+        beside={"emulated": this_gpu().gpu.name},
     )
-    print(report.markdown())
-    report.write(RESULTS)
+    record = environment(torch.device("cpu"))
+    print(report.markdown(record))
+    report.write(RESULTS, "host_calls", record)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 
-from benchmarks.first_steps.deep import PEER, REGIONAL, STEP, Deep, First
+from benchmarks.first_steps.deep import PEER, REGIONAL, STEP, Deep, First, measure_deep
 from benchmarks.first_steps.measure import (
     FIXED,
     FOUND,
@@ -26,40 +26,40 @@ from benchmarks.first_steps.measure import (
     ROUNDED,
     Run,
     arm,
-    measure_all,
+    cost,
+    train_all,
 )
 from benchmarks.first_steps.trainings import BATCHES, TINY, WORK, Work
-from benchmarks.harness.report import Report, Settings, Table, environment, paragraphs, plain
+from benchmarks.harness.report import Report, Settings, Table, paragraphs, plain
 
 
 def run(settings: Settings) -> Report:
     """Train everything; under `settings.quick` three small models for two steps."""
     device = settings.device
     work = TINY if settings.quick else WORK
-    record = environment(device)
-    found = measure_all(work, device)
-    runs = found.runs
+    runs = {one.name: train_all(one, work, device) for one in work.trainings}
+    costs = {one.name: cost(one, work.compiler, device) for one in work.compiled}
+    # What the host's compilers take; a GPU is too dear to wait for them.
+    deep = measure_deep(work.deep, device) if device.type == "cpu" else {}
     return Report(
-        name=f"first_steps_{device.type}",
         title="The first steps in FP16",
         notes=[*paragraphs(__doc__), *_how(work)],
         tables=[
             *(_table(level, runs) for level in LEVELS),
             _again_table(runs),
-            _cost_table(found.costs),
-            _deep_table(work.deep, found.deep),
+            _cost_table(costs),
+            _deep_table(work.deep, deep),
         ],
-        verdicts=_verdicts(runs, work.steps) | _deep_verdicts(found.deep),
+        verdicts=_verdicts(runs, work.steps) | _deep_verdicts(deep),
         data={
             "steps": work.steps,
             "runs": plain(runs),
             "loss_difference": {
                 name: {one: difference(group, one) for one in group} for name, group in runs.items()
             },
-            "search": found.costs,
-            "deep": plain(found.deep),
+            "search": costs,
+            "deep": plain(deep),
         },
-        environment=record,
     )
 
 

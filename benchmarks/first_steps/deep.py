@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.harness.processes import cold_and_warm
-from benchmarks.harness.timing import idle_wait
+from benchmarks.harness.timing import idle_wait, seconds_of
 from mpcompile import MPOptimizer, mpcompile
 from mpcompile.demo import GPT, GPTConfig
 
@@ -81,13 +80,7 @@ def first_step(arm: str, kind: str, layers: int, width: int, emit: str) -> float
     words = torch.randint(config.vocab, (2, config.context), device=device)
     # What every compiler imports and starts first is no part of it.
     torch.compile(nn.Identity(), backend=emit)(torch.zeros(1, device=device))
-    wait = idle_wait(device)
-    wait()
-    start = time.perf_counter()
-    step = _made(arm, model, device, emit)
-    step(words)
-    wait()
-    return time.perf_counter() - start
+    return seconds_of(lambda: _made(arm, model, device, emit)(words), idle_wait(device))
 
 
 def _made(arm: str, model: GPT, device: torch.device, emit: str) -> Callable[[Tensor], Any]:

@@ -14,9 +14,8 @@ from torch import nn
 from torch._inductor.utils import fresh_cache
 from torch.optim import Optimizer
 
-from benchmarks.first_steps.deep import First, measure_deep
 from benchmarks.first_steps.trainings import MakeOptimizer, Prepare, Training, Work
-from benchmarks.harness.timing import idle_wait
+from benchmarks.harness.timing import idle_wait, seconds_of
 from mpcompile import MPOptimizer, loss_scale_of, mpcompile
 from mpcompile.scaling import fit_scale
 
@@ -42,37 +41,12 @@ class Run:
     again: int = 0
 
 
-@dataclasses.dataclass(frozen=True)
-class Measured:
-    """What the trainings showed.
-
-    Attributes:
-        runs: training -> arm -> its run.
-        costs: training -> seconds of the "first" and the "second" step and of the "search", and
-            how often that ran the model "again".
-        deep: arm -> seconds of a deep model's first step.
-    """
-
-    runs: dict[str, dict[str, Run]]
-    costs: dict[str, dict[str, float]]
-    deep: dict[str, First]
-
-
 def arm(level: str, scale: str) -> str:
     """The name of a run: at "O1" or "O2", with the loss scale `FOUND` or `FIXED`."""
     return f"{level}, {scale}"
 
 
-def measure_all(work: Work, device: torch.device) -> Measured:
-    """Train everything, then compile what `work` says to see what that and the search cost."""
-    runs = {t.name: _train_all(t, work, device) for t in work.trainings}
-    costs = {t.name: _cost(t, work.compiler, device) for t in work.compiled}
-    # What the host's compilers take; a GPU is too dear to wait for them.
-    deep = measure_deep(work.deep, device) if device.type == "cpu" else {}
-    return Measured(runs, costs, deep)
-
-
-def _train_all(training: Training, work: Work, device: torch.device) -> dict[str, Run]:
+def train_all(training: Training, work: Work, device: torch.device) -> dict[str, Run]:
     """The same training in FP32, twice, and at each level with each way to start."""
     found = {
         name: _train(training, {"round": name == ROUNDED}, work, device) for name in (FP32, ROUNDED)
@@ -122,22 +96,16 @@ def _preparing(options: Mapping[str, Any], emit: str) -> tuple[Prepare, list[nn.
     return prepare, models
 
 
-def _cost(training: Training, compiler: str, device: torch.device) -> dict[str, float]:
-    """Seconds of a first step with empty caches, and of them the search; O1."""
+def cost(training: Training, compiler: str, device: torch.device) -> dict[str, float]:
+    """Seconds of a "first" step with empty caches, of them the "search", and of a "second" step;
+    and how often the search ran the model "again"; O1.
+    """
     torch._dynamo.reset()
     torch.manual_seed(0)
     prepare, _ = _preparing({"level": "O1", "loss_scale": FOUND}, compiler)
-    wait = idle_wait(device)
     with fresh_cache(), search() as spent:
         steps = training.loop(prepare, device, 2)
-        start = time.perf_counter()
-        next(steps)
-        wait()
-        first = time.perf_counter() - start
-        start = time.perf_counter()
-        next(steps)
-        wait()
-        second = time.perf_counter() - start
+        first, second = (seconds_of(lambda: next(steps), idle_wait(device)) for _ in range(2))
     return {"first": first, "search": spent.seconds, "again": spent.again, "second": second}
 
 

@@ -17,7 +17,7 @@ NEEDED = (
     "torch", "numpy", "jinja2", "networkx", "sympy", "platformdirs", "rich",
     "pytest", "pytest_timeout", "xdist", "hypothesis", "expecttest",
 )  # fmt: skip
-"""What is imported; the benchmark `parity` needs sklearn, too."""
+"""What is imported; the benchmark `papers` needs sklearn, too."""
 
 
 class CannotUnpack(ValueError):

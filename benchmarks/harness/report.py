@@ -96,43 +96,46 @@ class Report:
     """What a benchmark found.
 
     Attributes:
-        name: the benchmark's, and the stem of the files.
         title: one line.
         notes: what was run and how to read it: one paragraph each.
         tables: for people.
         verdicts: claim -> whether these numbers bear it out.
         data: every number, as plain JSON data.
-        environment: from `environment`.
+        beside: what the run was on beside what `environment` says.
     """
 
-    name: str
     title: str
     notes: Sequence[str]
     tables: Sequence[Table]
     verdicts: Mapping[str, bool]
     data: Mapping[str, Any]
-    environment: Mapping[str, str]
+    beside: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
-    def markdown(self) -> str:
+    def markdown(self, environment: Mapping[str, str]) -> str:
+        measured = {**environment, **self.beside}
         verdicts = [f"- {'yes' if met else 'NO'}: {claim}" for claim, met in self.verdicts.items()]
         parts = [
             f"# {self.title}",
             "\n\n".join(self.notes),
             *(table.markdown() for table in self.tables),
             *(["### Targets\n\n" + "\n".join(verdicts)] if verdicts else []),
-            "### Machine\n\n" + "\n".join(f"- {k}: {v}" for k, v in self.environment.items()),
+            "### Machine\n\n" + "\n".join(f"- {k}: {v}" for k, v in measured.items()),
         ]
         return "\n\n".join(part for part in parts if part) + "\n"
 
-    def write(self, directory: Path) -> list[Path]:
-        """Write `<name>.md` and `<name>.json` into `directory`; return their paths."""
+    def write(self, directory: Path, name: str, environment: Mapping[str, str]) -> list[Path]:
+        """Write `<name>.md` and `<name>.json` into `directory`; return their paths.
+
+        Args:
+            environment: from the function of this name, as it was at the start.
+        """
         directory.mkdir(parents=True, exist_ok=True)
-        readable, complete = (directory / f"{self.name}.{end}" for end in ("md", "json"))
-        readable.write_text(self.markdown())
+        readable, complete = (directory / f"{name}.{end}" for end in ("md", "json"))
+        readable.write_text(self.markdown(environment))
         record = {
-            "name": self.name,
+            "name": name,
             "title": self.title,
-            "environment": dict(self.environment),
+            "environment": {**environment, **self.beside},
             "verdicts": dict(self.verdicts),
             **self.data,
         }
@@ -149,7 +152,7 @@ def environment(device: torch.device) -> dict[str, str]:
     one = capabilities(device)
     return {
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
-        "commit": _commit(),
+        "commit": commit(),
         "mpcompile": mpcompile.__version__,
         "torch": torch.__version__,
         "python": platform.python_version(),
@@ -196,7 +199,7 @@ def _cpuinfo(key: str) -> str | None:
     return next(values, None)
 
 
-def _commit() -> str:
+def commit() -> str:
     """The commit that was measured; `+changes` where the working tree differs from it."""
 
     def git(*arguments: str) -> str:

@@ -75,14 +75,21 @@ def far_behind(
     They take ten times as long as the fastest, or longer: torch's BF16 products on a CPU without
     instructions for them do. One step says as much as a hundred. Compile and warm up before.
     """
-    seconds = {}
-    for arm in arms:
-        wait()
-        start = clock()
-        arm.step()
-        wait()
-        seconds[arm.name] = clock() - start
+    seconds = {arm.name: seconds_of(arm.step, wait, clock) for arm in arms}
     return {name: s for name, s in seconds.items() if s >= 10 * min(seconds.values())}
+
+
+def seconds_of(
+    step: Callable[[], object],
+    wait: Callable[[], None] = lambda: None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> float:
+    """Of one call; the device is idle at both ends."""
+    wait()
+    start = clock()
+    step()
+    wait()
+    return clock() - start
 
 
 def low_dtype(device: torch.device) -> torch.dtype | str:
@@ -95,6 +102,11 @@ def auto_or(dtype: torch.dtype, device: torch.device) -> torch.dtype | str:
     the dtype: whoever names one gets it, fast or not.
     """
     return "auto" if dtype is capabilities(device).auto else dtype
+
+
+def low_beside(device: torch.device) -> torch.dtype:
+    """What a peer runs in: FP16 products have no fast kernels on most CPUs."""
+    return torch.bfloat16 if device.type == "cpu" else torch.float16
 
 
 def idle_wait(device: torch.device) -> Callable[[], None]:
@@ -166,6 +178,15 @@ def ratio(
         paired=float(np.median(paired)),
         low=float(low),
         high=float(high),
+    )
+
+
+def how_compared(rounds: int, arm: str = "mpcompile") -> str:
+    """For the notes of a report: what its times and ratios are. `arm` is what is held to peers."""
+    return (
+        f"Median [p10, p90] of {rounds} interleaved rounds. A ratio is the median over the rounds "
+        "of the ratio within a round, with its 95% bootstrap interval; above 1, "
+        f"{arm} is faster."
     )
 
 

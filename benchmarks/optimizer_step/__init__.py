@@ -20,8 +20,8 @@ from __future__ import annotations
 
 import torch
 
-from benchmarks.harness.report import Report, Settings, Table, environment, paragraphs, plain
-from benchmarks.harness.timing import Ratio, ratio, summarize
+from benchmarks.harness.report import Report, Settings, Table, paragraphs, plain
+from benchmarks.harness.timing import Ratio, how_compared, ratio, summarize
 from benchmarks.optimizer_step.measure import (
     OURS,
     PEERS,
@@ -38,19 +38,16 @@ def run(settings: Settings) -> Report:
     """Measure everything; under `settings.quick` tiny shapes, once, without compiling."""
     device = settings.device
     work = TINY if settings.quick else work_for(device)
-    record = environment(device)
     found = measure_all(work, device)
     ratios = _ratios(found.seconds)
     return Report(
-        name=f"optimizer_step_{device.type}",
         title=f"AdamW's step over {work.parameters / 1e6:.1f}M parameters",
         notes=[
             *paragraphs(__doc__),
             f"{sum(1 for _ in work.shapes())} tensors of a GPT ({work.layers} layers, width "
-            f"{work.width}, vocabulary {work.vocab}). Median [p10, p90] of {work.rounds} "
-            f"interleaved rounds of {work.steps} steps. A ratio is the median over the rounds of "
-            "the ratio within a round, with its 95% bootstrap interval; above 1, mpcompile is "
-            "faster. GB/s is bytes by the count over the median time; a cached or written line "
+            f"{work.width}, vocabulary {work.vocab}). {work.steps} steps in a round. "
+            f"{how_compared(work.rounds)} "
+            "GB/s is bytes by the count over the median time; a cached or written line "
             "that is first read counts as the program sees it, once. Compile time: a fresh "
             "process with empty caches, to the end of the second step.",
         ],
@@ -70,7 +67,6 @@ def run(settings: Settings) -> Report:
             "ratios": plain(ratios),
             "seconds_to_second_step": found.starts,
         },
-        environment=record,
     )
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from benchmarks.harness.processes import call_elsewhere
-from benchmarks.harness.timing import Arm, idle_wait, take_turns
+from benchmarks.harness.timing import Arm, idle_wait, low_beside, seconds_of, take_turns
 from mpcompile import LossScale, MPOptimizer, ir
 from mpcompile.scaling import copies
 
@@ -133,10 +132,6 @@ def _parameters(work: Work, device: torch.device) -> list[nn.Parameter]:
     return parameters
 
 
-def _low_dtype(device: torch.device) -> torch.dtype:
-    return torch.bfloat16 if device.type == "cpu" else torch.float16
-
-
 def _loss_scale() -> LossScale:
     return LossScale.dynamic(init_scale=1.0, growth_interval=10**9)
 
@@ -144,7 +139,7 @@ def _loss_scale() -> LossScale:
 def ours_optimizer(ours: Ours, work: Work, device: torch.device) -> MPOptimizer:
     """An MPOptimizer in one of the situations, its gradients in place."""
     parameters = _parameters(work, device)
-    scale, dtype = _loss_scale(), _low_dtype(device)
+    scale, dtype = _loss_scale(), low_beside(device)
     if ours.low:
         for parameter in parameters:
             assert parameter.grad is not None
@@ -174,7 +169,7 @@ def peer_step(peer: Peer, work: Work, device: torch.device) -> Callable[[], obje
     scaler = torch.amp.GradScaler(device.type, init_scale=1.0, growth_interval=10**9)
     scaler.scale(torch.ones((), device=device))  # it makes its tensors when it is first used
     weights: list[Tensor] = list(parameters)
-    low = [torch.empty_like(p, dtype=_low_dtype(device)) for p in weights] if peer.cast else []
+    low = [torch.empty_like(p, dtype=low_beside(device)) for p in weights] if peer.cast else []
 
     def step() -> None:
         if peer.clip:
@@ -289,10 +284,4 @@ def first_steps(name: str, kind: str) -> float:
         step: Callable[[], object] = ours_optimizer(ours, work, device).step
     else:
         step = peer_step(next(one for one in PEERS if one.name == name), work, device)
-    wait = idle_wait(device)
-    wait()
-    start = time.perf_counter()
-    for _ in range(2):
-        step()
-    wait()
-    return time.perf_counter() - start
+    return seconds_of(lambda: [step() for _ in range(2)], idle_wait(device))

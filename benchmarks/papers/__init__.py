@@ -28,7 +28,7 @@ from collections.abc import Mapping
 
 import torch
 
-from benchmarks.harness.report import Report, Settings, environment, paragraphs
+from benchmarks.harness.report import Report, Settings, paragraphs
 from benchmarks.papers import again as second
 from benchmarks.papers.report import LOOKS, look, make_report
 from benchmarks.papers.rows import FULL, QUICK, Kept, Work, train_rows
@@ -58,7 +58,6 @@ def report_of(
     Args:
         again: what was off in them, trained from all seeds.
     """
-    record = environment(device)
     there = [task for task in ROWS if task.name in rows]
     looked_at = [task for task in there if task in (SSD, BIG_LSTM)]
     histograms = {task.name: look(task, device, work.steps) for task in looked_at}
@@ -85,5 +84,4 @@ def report_of(
     trained = [task for task in there if rows[task.name].fingerprint]
     if earlier := [t.name for t in trained if not rows[t.name].is_of_now(t)]:
         notes.append(f"Trained by an earlier state of this project: {', '.join(earlier)}.")
-    name = f"papers_{device.type}"
-    return make_report(name, notes, there, rows, again, record, histograms)
+    return make_report(notes, there, rows, again, histograms)

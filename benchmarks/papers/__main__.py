@@ -11,7 +11,7 @@ import sys
 
 import torch
 
-from benchmarks.harness.report import RESULTS
+from benchmarks.harness.report import RESULTS, environment
 from benchmarks.papers import report_of
 from benchmarks.papers.again import look_again
 from benchmarks.papers.rows import FULL, Kept, Store, keep
@@ -38,4 +38,5 @@ if __name__ == "__main__":
             else:
                 keep(task, device)
     else:
-        print(report_of(rows, _newest(kind, "again"), FULL, device).write(RESULTS))
+        report = report_of(rows, _newest(kind, "again"), FULL, device)
+        print(report.write(RESULTS, f"papers_{kind}", environment(device)))

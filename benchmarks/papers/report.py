@@ -24,12 +24,10 @@ OFF = " (off)"
 
 
 def make_report(
-    name: str,
     notes: Sequence[str],
     tasks: Sequence[Task],
     kept: Mapping[str, Kept],
     again: Mapping[str, Kept],
-    record: Mapping[str, str],
     histograms: Mapping[str, Histogram],
 ) -> Report:
     """The whole report.
@@ -37,7 +35,6 @@ def make_report(
     Args:
         kept: a row for each task, by its name.
         again: what was off in them, trained from all seeds.
-        record: what was measured on, as `environment` says it.
         histograms: of activation gradients, by the name of a task.
     """
     rows = {name: row.runs for name, row in kept.items()}
@@ -45,7 +42,6 @@ def make_report(
         task.name: compare(task.name, FP32.name, rows[task.name], task.grains) for task in tasks
     }
     return Report(
-        name=name,
         title="The papers' claims: mixed precision against FP32, no hyperparameter changed",
         notes=notes,
         tables=[
@@ -68,7 +64,6 @@ def make_report(
             "again": _finite(plain(again)),
             "histograms": plain(histograms),
         },
-        environment=record,
     )
 
 

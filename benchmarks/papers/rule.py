@@ -5,16 +5,9 @@ from __future__ import annotations
 import dataclasses
 import statistics
 from collections.abc import Mapping, Sequence
-from typing import Protocol
 
 from benchmarks.harness.report import Table
-
-
-class Judged(Protocol):
-    """One run, and what it came to."""
-
-    @property
-    def metrics(self) -> Mapping[str, float]: ...
+from benchmarks.papers.task import Outcome
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,7 +19,7 @@ class Comparison:
 
 
 def compare(
-    name: str, full: str, results: Mapping[str, Sequence[Judged]], grains: Mapping[str, float]
+    name: str, full: str, results: Mapping[str, Sequence[Outcome]], grains: Mapping[str, float]
 ) -> Comparison:
     """Compare every arm with the one named `full`, metric by metric.
 

@@ -19,8 +19,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 
-from benchmarks.harness.report import Report, Settings, Table, environment, paragraphs, plain, where
-from benchmarks.harness.timing import Ratio, ratio, summarize
+from benchmarks.harness.report import Report, Settings, Table, paragraphs, plain, where
+from benchmarks.harness.timing import Ratio, how_compared, ratio, summarize
 from benchmarks.peers.measure import (
     AUTOCAST,
     BUDGETED,
@@ -48,10 +48,9 @@ def rerun(device: torch.device) -> Report:
 
 
 def _measured(work: Work, device: torch.device) -> Report:
-    record = environment(device)
     rows = measure_all(work, device)
     title = f"Every peer on the papers' tasks, on {where(device)}"
-    return make_report("peers", title, device, work, rows, paragraphs(__doc__), record)
+    return make_report(title, work, rows, paragraphs(__doc__))
 
 
 # -- report ----------------------------------------------------------------------------------------
@@ -62,16 +61,13 @@ MEAN, LEAST = 1.2, 0.97
 
 
 def make_report(
-    name: str,
     title: str,
-    device: torch.device,
     work: Work,
     rows: Mapping[str, Row],
     notes: Sequence[str],
-    record: Mapping[str, str],
     asked: tuple[float, float] | None = (MEAN, LEAST),
 ) -> Report:
-    """The whole report; `record` says what was measured on, as `environment` does.
+    """The whole report.
 
     Args:
         asked: of the geometric mean, and of each row; None: nothing is.
@@ -88,13 +84,8 @@ def make_report(
         for name, row in rows.items()
         for way, why in row.left_out.items()
     ]
-    how = (
-        f"Steps are medians [p10, p90] of {work.rounds} interleaved rounds, all arms of a task in "
-        "one process. A ratio is the median over the rounds of peer/ours within a round, with its "
-        "95% bootstrap interval: above 1, ours is faster. MB are 10^6 bytes."
-    )
+    how = f"All arms of a task in one process. {how_compared(work.rounds)} MB are 10^6 bytes."
     return Report(
-        name=f"{name}_{device.type}",
         title=title,
         notes=[*notes, how, *left_out],
         tables=[
@@ -106,7 +97,6 @@ def make_report(
         ],
         verdicts=_verdicts(rows, ratios, base, *asked) if asked else {},
         data={"rounds": work.rounds, "rows": plain(rows), "ratios": plain(ratios)},
-        environment=record,
     )  # fmt: skip
 
 

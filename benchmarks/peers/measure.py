@@ -12,7 +12,6 @@ import importlib
 import json
 import shutil
 import sys
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from benchmarks.harness.checking import ALIKE
 from benchmarks.harness.peak import peak_bytes
 from benchmarks.harness.processes import call_elsewhere
 from benchmarks.harness.report import SCRATCH, environment, plain
-from benchmarks.harness.timing import Arm, far_behind, idle_wait, take_turns
+from benchmarks.harness.timing import Arm, far_behind, idle_wait, low_beside, seconds_of, take_turns
 from benchmarks.harness.ways import Way, trainer_for
 from benchmarks.papers.rows import fingerprint
 from benchmarks.papers.task import Task, Training
@@ -184,10 +183,7 @@ def _measured(task: Task, work: Work, device: torch.device) -> Row:
     base = next(iter(begun))
     for name in list(begun):
         try:
-            start = time.perf_counter()
-            begun[name].step()
-            wait()
-            row.first[name] = time.perf_counter() - start
+            row.first[name] = seconds_of(begun[name].step, wait)
             # Ours in FP16 searches for the loss scale first. A peer may take seconds.
             for _ in range(0 if name in PEERS else 2):
                 begun[name].step()
@@ -240,7 +236,7 @@ def ways(device: torch.device, emit: str) -> tuple[Way, ...]:
 
     Every peer has a fused optimizer, those in FP16 a GradScaler. Only Inductor recomputes.
     """
-    low = torch.bfloat16 if device.type == "cpu" else torch.float16
+    low = low_beside(device)
     ours = "auto"
     return (
         Way(EAGER, fused=True),

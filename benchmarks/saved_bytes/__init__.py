@@ -27,7 +27,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from benchmarks.harness.report import Report, Settings, Table, environment, plain
+from benchmarks.harness.report import Report, Settings, Table, plain
 from benchmarks.saved_bytes.count import (
     AUTOCAST,
     BUDGET,
@@ -37,7 +37,6 @@ from benchmarks.saved_bytes.count import (
     STEPPED,
     TINY,
     WITH_HEAD,
-    Counted,
     Work,
     count_all,
 )
@@ -48,11 +47,8 @@ def run(settings: Settings) -> Report:
     """Count everything; under `settings.quick` tiny models."""
     device = settings.device
     work = TINY if settings.quick else Work()
-    record = environment(device)
-    counted = count_all(work, device)
-    saved, held = counted.saved, counted.held
+    saved, held = count_all(work, device)
     return Report(
-        name=f"saved_bytes_{device.type}",
         title="Bytes saved for backward",
         notes=_notes(device),
         tables=[
@@ -62,7 +58,7 @@ def run(settings: Settings) -> Report:
             ),
             *(table for name, found in saved.items() for table in _lists(name, found)),
         ],
-        verdicts=_verdicts(work, counted),
+        verdicts=_verdicts(work, saved, held),
         data={
             "bytes": {
                 name: {way: totals(found) for way, found in ways.items()}
@@ -74,7 +70,6 @@ def run(settings: Settings) -> Report:
                 for name, ways in saved.items()
             },
         },
-        environment=record,
     )
 
 
@@ -152,9 +147,11 @@ def _lists(name: str, found: dict[str, list[Saved]]) -> Iterator[Table]:
         yield Table(f"{name}: FP32 in {STEPPED.name}", columns, rows)
 
 
-def _verdicts(work: Work, counted: Counted) -> dict[str, bool]:
+def _verdicts(
+    work: Work, saved: dict[str, dict[str, list[Saved]]], held: dict[str, int]
+) -> dict[str, bool]:
     verdicts = {}
-    for name, found in counted.saved.items():
+    for name, found in saved.items():
         ours, half = (totals(found[way.name]) for way in (STEPPED, HALF))
         over = ours["all"] / half["all"]
         verdicts[f"{name}: O2 saves at most {OVER_HALF}x pure half: {over:.3f}x"] = (
@@ -166,13 +163,13 @@ def _verdicts(work: Work, counted: Counted) -> dict[str, bool]:
         )
     for case in work.cases:
         for way in (w for w in WITH_HEAD if case.head):
-            found = counted.saved[case.name]
+            found = saved[case.name]
             ours, theirs = (totals(found[w.at(BUDGET).name]) for w in (way, AUTOCAST))
             over = ours["all"] / theirs["all"]
             claim = f"{case.name}: {way.name} at most {FUSED_OVER_AUTOCAST}x autocast, both at"
             verdicts[f"{claim} budget {BUDGET:g}: {over:.3f}x"] = over <= FUSED_OVER_AUTOCAST
-    small, held = counted.saved[work.small.name], counted.held
-    apart = max(abs(held[way] / totals(saved)["all"] - 1) for way, saved in small.items())
+    small = saved[work.small.name]
+    apart = max(abs(held[way] / totals(one)["all"] - 1) for way, one in small.items())
     verdicts[f"counted and held bytes agree within 1%: {apart:.2%}"] = apart < 0.01
     return verdicts
 

@@ -27,21 +27,15 @@ from mpcompile.settings import Settings
 LOW = torch.bfloat16
 
 
-@dataclasses.dataclass(frozen=True)
-class Counted:
-    """What was found.
+def count_all(
+    work: Work, device: torch.device
+) -> tuple[dict[str, dict[str, list[Saved]]], dict[str, int]]:
+    """Count each model under each way, then run the GPT that is small enough.
 
-    Attributes:
-        saved: model -> way -> what the forward saves; the small model that runs comes last.
-        held: way -> bytes that autograd holds; of the small model.
+    Returns:
+        Model -> way -> what the forward saves; the small model that runs comes last. And way ->
+        bytes that autograd holds, of the small model.
     """
-
-    saved: dict[str, dict[str, list[Saved]]]
-    held: dict[str, int]
-
-
-def count_all(work: Work, device: torch.device) -> Counted:
-    """Count each model under each way, then run the GPT that is small enough."""
     saved = {
         case.name: {way.name: count(case, way, device) for way in case.ways} for case in work.cases
     }
@@ -49,7 +43,7 @@ def count_all(work: Work, device: torch.device) -> Counted:
     small = saved[work.small.name] = {}
     for way in WAYS:
         small[way.name], held[way.name] = count_and_hold(work.small, way, device)
-    return Counted(saved, held)
+    return saved, held
 
 
 class _NotRun(Exception):

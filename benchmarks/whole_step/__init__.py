@@ -24,12 +24,12 @@ with empty caches, *warm* with those that the cold one has left.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 
-from benchmarks.harness.report import Report, Settings, Table, environment, paragraphs, plain, where
-from benchmarks.harness.timing import Ratio, ratio, summarize
+from benchmarks.harness.report import Report, Settings, Table, paragraphs, plain, where
+from benchmarks.harness.timing import Ratio, how_compared, ratio, summarize
 from benchmarks.whole_step.measure import (
     ARMS,
     EAGER,
@@ -37,7 +37,6 @@ from benchmarks.whole_step.measure import (
     PLAIN,
     WARM_UP,
     WHOLE,
-    Measured,
     Row,
     Started,
     measure_all,
@@ -49,13 +48,13 @@ def run(settings: Settings) -> Report:
     """Measure every task; under `settings.quick` tiny ones, without Inductor and starts."""
     device = settings.device
     work = TINY if settings.quick else work_for(device)
-    record, threads = environment(device), torch.get_num_threads()
+    threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        found = measure_all(work, device)
+        rows, starts = measure_all(work, device)
     finally:
         torch.set_num_threads(threads)
-    return make_report(found, work, device, notes=paragraphs(__doc__), record=record)
+    return make_report(rows, starts, work, device)
 
 
 # -- report ----------------------------------------------------------------------------------------
@@ -65,33 +64,29 @@ _MB = 1e6
 
 
 def make_report(
-    found: Measured,
+    rows: Mapping[str, Row],
+    starts: Mapping[str, Mapping[str, Started]],
     work: Work,
     device: torch.device,
-    *,
-    notes: Sequence[str],
-    record: Mapping[str, str],
 ) -> Report:
-    """The whole report; `record` says what was measured on, as `environment` does."""
-    ratios = {name: over_peer(row) for name, row in found.rows.items()}
+    """The whole report."""
+    ratios = {name: over_peer(row) for name, row in rows.items()}
     tables = [_summary(ratios)]
-    tables += [_table(name, row, ratios[name]) for name, row in found.rows.items()]
-    if found.starts:
-        tables.append(_starts(found.starts))
+    tables += [_table(name, row, ratios[name]) for name, row in rows.items()]
+    if starts:
+        tables.append(_starts(starts))
     return Report(
-        name=f"whole_step_{device.type}",
         title=f"A training step compiled as a whole, on {where(device)}",
-        notes=[*notes, _how(work), *_remarks(found.rows)],
+        notes=[*paragraphs(__doc__), _how(work), *_remarks(rows)],
         tables=tables,
-        verdicts=_verdicts(found.rows, ratios),
+        verdicts=_verdicts(rows, ratios),
         data={
             "rounds": work.rounds,
             "steps": {task.name: task.steps for task in work.tasks},
-            "rows": plain(found.rows),
+            "rows": plain(rows),
             "ratios": plain(ratios),
-            "starts": plain(found.starts),
+            "starts": plain(starts),
         },
-        environment=record,
     )
 
 
@@ -108,9 +103,7 @@ def over_peer(row: Row) -> dict[str, Ratio]:
 
 def _how(work: Work) -> str:
     return (
-        f"Steps are medians [p10, p90] of {work.rounds} interleaved rounds, all arms in one "
-        "process. A ratio is the median over the rounds of peer/arm within a round, with its 95% "
-        "bootstrap interval: above 1, the arm is faster. The loss is that of step "
+        f"All arms in one process. {how_compared(work.rounds, 'the arm')} The loss is that of step "
         f"{WARM_UP} on a batch that stays the same. MB are 10^6 bytes."
     )
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import statistics
-import time
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,7 +15,7 @@ from torch._dynamo.utils import counters
 
 from benchmarks.harness.peak import peak_bytes
 from benchmarks.harness.processes import cold_and_warm
-from benchmarks.harness.timing import Arm, auto_or, far_behind, idle_wait, take_turns
+from benchmarks.harness.timing import Arm, auto_or, far_behind, idle_wait, seconds_of, take_turns
 from benchmarks.step_times import REFUSED
 from benchmarks.whole_step.bare import Graphs
 from benchmarks.whole_step.tasks import DTYPES, Loss, Task, Work, work_for
@@ -54,16 +53,12 @@ class Row:
     graphs: int = 0
 
 
-@dataclasses.dataclass(frozen=True)
-class Measured:
-    """The rows, and the starts of those tasks that have them: row -> arm -> seconds."""
-
-    rows: dict[str, Row]
-    starts: dict[str, dict[str, Started]]
-
-
-def measure_all(work: Work, device: torch.device) -> Measured:
-    """One row after the other, then the starts in processes of their own."""
+def measure_all(
+    work: Work, device: torch.device
+) -> tuple[dict[str, Row], dict[str, dict[str, Started]]]:
+    """One row after the other, then the starts in processes of their own, of those tasks that have
+    them: row -> arm -> seconds.
+    """
     rows = {}
     for name, (task, dtype) in work.rows.items():
         rows[name] = _measured(task, dtype, work, device)
@@ -74,7 +69,7 @@ def measure_all(work: Work, device: torch.device) -> Measured:
         name: measure_starts(name, [a for a in rows[name].seconds if a != EAGER], device)
         for name in started
     }
-    return Measured(rows, starts)
+    return rows, starts
 
 
 def _measured(task: Task, dtype: str, work: Work, device: torch.device) -> Row:
@@ -120,14 +115,8 @@ def _measure_bare(
     graphs = Graphs(trainee.step)
     if arm in WHOLE and arm not in row.left and not graphs.whole:
         row.left[arm] = "each step was one of those that run in pieces"
-    spent = []
     with graphs.do_nothing():
-        for _ in range(10 + 5 * steps):
-            wait()
-            start = time.perf_counter()
-            trainee.step()
-            wait()
-            spent.append(time.perf_counter() - start)
+        spent = [seconds_of(trainee.step, wait) for _ in range(10 + 5 * steps)]
     row.bare[arm] = statistics.median(spent[5:])
 
 
@@ -268,10 +257,8 @@ def first_steps(row: str, arm: str, kind: str) -> float:
     work = work_for(device)
     task, dtype = work.rows[row]
     torch.empty(1, device=device)
-    wait = idle_wait(device)
-    wait()
-    start = time.perf_counter()
-    trainee = Trainee(task, arm, dtype, work.emit, device)
-    trainee.warm_up()
-    wait()
-    return time.perf_counter() - start
+
+    def begin() -> None:
+        Trainee(task, arm, dtype, work.emit, device).warm_up()
+
+    return seconds_of(begin, idle_wait(device))

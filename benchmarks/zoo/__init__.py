@@ -30,8 +30,8 @@ have the dtype that the planner gives them.
 
 from __future__ import annotations
 
-from benchmarks.harness.report import SCRATCH, Report, Settings, environment, paragraphs
-from benchmarks.zoo.catalogue import installed, measure_each
+from benchmarks.harness.report import Report, Settings, paragraphs
+from benchmarks.zoo.catalogue import rows_of
 from benchmarks.zoo.report import LEAST, make_report
 
 __all__ = ["DEVICES", "run"]
@@ -48,11 +48,5 @@ def run(settings: Settings) -> Report:
     drawn once. Rows are kept in `benchmarks/scratch/` as they come, and a later run at the same
     commit goes on from there.
     """
-    record = environment(settings.device)
-    names = installed(LEAST)
-    if settings.quick:
-        rows = measure_each([name for name in names if name in QUICK], draws=1)
-    else:
-        kept = SCRATCH / "zoo_rows.jsonl"
-        rows = measure_each(names, DRAWS, kept=kept, commit=record["commit"])
-    return make_report(f"zoo_{settings.device.type}", paragraphs(__doc__), rows, record)
+    rows = rows_of("zoo", LEAST, DRAWS, QUICK, quick=settings.quick)
+    return make_report(paragraphs(__doc__), rows)

@@ -6,12 +6,13 @@ import importlib.util
 import json
 import os
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from benchmarks.harness.processes import calls_elsewhere
+from benchmarks.harness.report import SCRATCH, commit
 from benchmarks.zoo.hugging_face import (
     AUDIO,
     DECODERS,
@@ -38,6 +39,26 @@ def installed(libraries: Iterable[str]) -> list[str]:
     """`library/model` of each of `libraries` that is there."""
     there = [library for library in libraries if importlib.util.find_spec(library)]
     return [f"{library}/{name}" for library in there for name in LIBRARIES[library]]
+
+
+def rows_of(
+    report: str,
+    libraries: Iterable[str],
+    draws: int,
+    few: Collection[str],
+    *,
+    quick: bool,
+    piece: int = _PIECE,
+    function: str = "benchmarks.zoo.measure:measure",
+) -> list[dict[str, Any]]:
+    """Rows of all models of `libraries`, kept in `benchmarks/scratch/` as they come under the name
+    of a `report`; `quick`: of `few` of them, drawn once.
+    """
+    names = installed(libraries)
+    if quick:
+        return measure_each([name for name in names if name in few], 1, function=function)
+    kept = SCRATCH / f"{report}_rows.jsonl"
+    return measure_each(names, draws, kept=kept, commit=commit(), piece=piece, function=function)
 
 
 def measure_each(

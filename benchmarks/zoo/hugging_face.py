@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from benchmarks.zoo.making import (
@@ -19,18 +21,24 @@ from benchmarks.zoo.making import (
 )
 
 
-def _encoder(stem: str, **sizes: object) -> Entry:
-    return hugging_face("encoder", f"{stem}ForMaskedLM", f"{stem}Config", language, **sizes)
+def _maker(
+    kind: str, head: str, draw: Callable[[torch.Generator], Inputs] = language
+) -> Callable[..., Entry]:
+    """What makes an entry of a model's name, as "Bert", and its sizes."""
+
+    def make(stem: str, **sizes: object) -> Entry:
+        return hugging_face(kind, f"{stem}For{head}", f"{stem}Config", draw, **sizes)
+
+    return make
 
 
-def _decoder(stem: str, **sizes: object) -> Entry:
-    return hugging_face("decoder", f"{stem}ForCausalLM", f"{stem}Config", language, **sizes)
-
-
-def _both(stem: str, **sizes: object) -> Entry:
-    name = f"{stem}ForConditionalGeneration"
-    return hugging_face("encoder-decoder", name, f"{stem}Config", translation, **sizes)
-
+_encoder = _maker("encoder", "MaskedLM")
+_decoder = _maker("decoder", "CausalLM")
+_both = _maker("encoder-decoder", "ConditionalGeneration", translation)
+_vision = _maker("vision", "ImageClassification", image())
+_audio = _maker("audio", "SequenceClassification", waveform())
+_experts = _maker("mixture of experts", "CausalLM")
+_states = _maker("state space", "CausalLM")
 
 _GROUPED = {**TEXT, "num_key_value_heads": 1}
 _BART = {
@@ -98,26 +106,6 @@ ENCODER_DECODERS = {
 # Hugging Face's vision and audio models, mixtures of experts and state space models.
 
 
-def _vision(stem: str, size: int = 33, **sizes: object) -> Entry:
-    name = f"{stem}ForImageClassification"
-    return hugging_face("vision", name, f"{stem}Config", image(size), **sizes)
-
-
-def _audio(stem: str, **sizes: object) -> Entry:
-    name = f"{stem}ForSequenceClassification"
-    return hugging_face("audio", name, f"{stem}Config", waveform(), **sizes)
-
-
-def _experts(stem: str, **sizes: object) -> Entry:
-    name = f"{stem}ForCausalLM"
-    return hugging_face("mixture of experts", name, f"{stem}Config", language, **sizes)
-
-
-def _states(stem: str, **sizes: object) -> Entry:
-    name = f"{stem}ForCausalLM"
-    return hugging_face("state space", name, f"{stem}Config", language, **sizes)
-
-
 def _spectrum(generator: torch.Generator) -> Inputs:
     """For Whisper: 30 frames of 10 bins, and a text."""
     text = torch.randint(3, WORDS, (ROWS, 7), generator=generator)
@@ -130,7 +118,6 @@ def _frames(generator: torch.Generator) -> Inputs:
     return {"input_values": values, "labels": torch.tensor([0, 1])}
 
 
-_GROUPED = {**TEXT, "num_key_value_heads": 1}
 # How transformers calls the experts. torch's grouped product wants strides of 16 bytes.
 _GROUPED_MM = {**_GROUPED, "hidden_size": 24, "intermediate_size": 56}
 _BATCHED_MM = {**_GROUPED, "experts_implementation": "batched_mm"}

@@ -21,26 +21,19 @@ _RATIOS = [
 
 
 def make_report(
-    name: str,
-    notes: Sequence[str],
-    rows: Sequence[Row],
-    record: Mapping[str, str],
-    least: Mapping[str, int] = LEAST,
+    notes: Sequence[str], rows: Sequence[Row], least: Mapping[str, int] = LEAST
 ) -> Report:
     """The whole report.
 
     Args:
-        record: what was measured on, as `environment` says it.
         least: library -> architectures of it that there are to be.
     """
     return Report(
-        name=name,
         title="A zoo of architectures in FP16",
         notes=[*notes, _o2_and_autocast(rows)],
         tables=[_table(library, rows) for library in least] + _findings(rows),
         verdicts=_verdicts(rows, least),
         data={"rows": list(rows)},
-        environment=record,
     )
 
 

@@ -24,7 +24,7 @@ def ratio(value: float, width: float = 0.0) -> Ratio:
 
 def report(*values: float) -> Report:
     rows = {f"net {i}": {"ours over theirs": ratio(value)} for i, value in enumerate(values)}
-    return Report("fast_cpu", "", [], [], {}, {"ratios": plain(rows)}, {})
+    return Report("", [], [], {}, {"ratios": plain(rows)})
 
 
 def named(*values: float) -> dict[str, Ratio]:

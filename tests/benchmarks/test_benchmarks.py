@@ -5,13 +5,12 @@ import itertools
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
 from repository import ROOT
 
-from benchmarks import conv, gpt, padding, parity, small, step_times
+from benchmarks import gpt, padding, small, step_times
 from benchmarks.__main__ import main, registry
 from benchmarks.first_steps import measure as first_steps
 from benchmarks.first_steps.trainings import TINY as TINY_TRAININGS
@@ -23,7 +22,6 @@ from benchmarks.optimizer_step import measure as optimizer_step
 from benchmarks.papers.rule import deviations
 from benchmarks.saved_bytes import count as cases
 from benchmarks.saved_bytes import excess
-from benchmarks.step_times import over_better
 from mpcompile.plans.partitioned import Saved
 
 CPU = torch.device("cpu")
@@ -143,12 +141,11 @@ def test_environment_names_no_path() -> None:
 
 def test_report_writes_a_table_and_every_number(tmp_path: Path) -> None:
     report = Report(
-        name="made_up", title="A made-up report", notes=["One.", "Two."],
+        title="A made-up report", notes=["One.", "Two."],
         tables=[Table("Times", ("arm", "ms"), [("fast", "1.0"), ("slow one", "12.5")])],
         verdicts={"fast": True, "small": False}, data={"samples": [1.0, 12.5]},
-        environment={"torch": "2"},
     )  # fmt: skip
-    readable, complete = report.write(tmp_path / "results")
+    readable, complete = report.write(tmp_path / "results", "made_up", {"torch": "2"})
     assert "| arm      |   ms |\n|----------|-----:|\n| fast     |  1.0 |" in readable.read_text()
     assert "- yes: fast\n- NO: small" in readable.read_text()
     assert json.loads(complete.read_text())["samples"] == [1.0, 12.5]
@@ -232,7 +229,7 @@ def test_first_steps_of_an_optimizer_in_a_fresh_process() -> None:
 
 def test_registry_finds_each_benchmark() -> None:
     assert registry()["gpt"] is gpt
-    assert registry()["parity"] is parity
+    assert registry()["padding"] is padding
     beside = {"cuda_parts", "emucuda", "fakecuda", "gpu", "gpu_steps", "harness", "models"}
     assert not beside & registry().keys()
     assert all(callable(module.run) for module in registry().values())
@@ -257,7 +254,7 @@ def test_a_benchmark_for_other_devices_is_refused(capsys: pytest.CaptureFixture[
 def test_an_unknown_name_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["run", "gpt", "gtp"])
-    assert "no benchmark 'gtp'; known: ablations, conv," in capsys.readouterr().err
+    assert "no benchmark 'gtp'; known: ablations, cpu_traffic," in capsys.readouterr().err
 
 
 @pytest.mark.slow("a benchmark's own test, which runs it small")
@@ -275,25 +272,12 @@ def test_gpt_tiny(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_gpt_in_fp16_tiny() -> None:
     """The arms that only a GPU runs at full size."""
     work = dataclasses.replace(gpt.TINY, half=True)
-    report = make_report(work, CPU, measure_all(work, CPU), {})
+    report = make_report(work, CPU, measure_all(work, CPU))
     losses = report.data["first_loss"]
     assert losses.keys() == {*gpt.ARMS, *gpt.HALF_ARMS}
     assert all(abs(loss - losses[gpt.FP32]) < 0.02 for loss in losses.values())
     pair = f"{gpt.HALF_O2} over {gpt.HALF_AUTOCAST}"
     assert all(pair in group for group in report.data["ratios"].values())
-
-
-@pytest.mark.slow("a benchmark's own test, which runs it small")
-def test_parity_tiny(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parity, "MIXED", [way for way in parity.MIXED if way.name == "BF16 O1"])
-    report = parity.run(Settings(device=CPU, quick=True))
-    assert [table.title for table in report.tables][::2] == [
-        "Convolutional net on digits",
-        "GPT on documentation",
-    ]
-    digits = report.data["runs"]["Convolutional net on digits"]
-    full, mixed = (digits[arm][0]["metrics"]["test loss"] for arm in ("FP32", "BF16 O1"))
-    assert abs(full - mixed) < 0.01
 
 
 @pytest.mark.slow("a benchmark's own test, which runs it small")
@@ -371,10 +355,9 @@ def test_excess_is_matched_by_size_and_dtype_and_leaves_copies_out() -> None:
 
 
 @pytest.mark.slow("a benchmark's own test, which runs it small")
-@pytest.mark.parametrize("benchmark", [conv, small])
-def test_step_times_tiny(benchmark: ModuleType) -> None:
-    report = benchmark.run(Settings(device=CPU, quick=True))
-    models = [model.name for model in benchmark.TINY.models]
+def test_small_tiny() -> None:
+    report = small.run(Settings(device=CPU, quick=True))
+    models = [model.name for model in small.TINY.models]
     assert list(report.data["first_loss"]) == models
     for losses in report.data["first_loss"].values():
         full = losses[step_times.FP32]
@@ -385,7 +368,7 @@ def test_step_times_tiny(benchmark: ModuleType) -> None:
 def test_the_better_peer_is_the_base() -> None:
     seconds = {step_times.FP32: [2.0], step_times.AUTOCAST: [1.0]}
     ours = {step_times.O1: [0.5], step_times.O2: [4.0]}
-    base, found = over_better({**seconds, **ours})
+    base, found = small.over_better({**seconds, **ours})
     assert base == step_times.AUTOCAST
     assert [found[arm].paired for arm in step_times.OURS] == [2.0, 0.25]
 

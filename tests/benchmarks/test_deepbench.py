@@ -64,7 +64,7 @@ def test_a_verdict_is_given_where_the_dtypes_differ() -> None:
         "right": found(0.5, 0.6), "wrong": found(0.5, 1.5), "slow": found(2.0, 1.5),
         "alike": found(0.95, 1.5), "unknown": found(0.5, None),
     }  # fmt: skip
-    report = make_report(CPU, Work(()), made, [], {})
+    report = make_report(CPU, Work(()), made)
     held = {claim.split(":")[0]: is_so for claim, is_so in report.verdicts.items()}
     assert held == {"right": True, "wrong": False, "slow": True}
     assert next(row[0] for row in report.tables[0].rows) == "slow"  # what loses most comes first
@@ -75,7 +75,7 @@ def test_a_verdict_is_given_where_the_dtypes_differ() -> None:
 def test_an_arm_that_is_far_behind_is_shown_with_its_one_time() -> None:
     one = found(0.5, 0.5)
     slow = Found({FULL: one.seconds[FULL]}, dict.fromkeys(ARMS[1:], 20.0), one.predicted)
-    report = make_report(CPU, Work(()), {"gemm": slow}, [], {})
+    report = make_report(CPU, Work(()), {"gemm": slow})
     assert report.tables[0].rows[0][1] == "0.05x"
     assert report.tables[1].rows[0][2] == "20000.0, once"
 

@@ -81,7 +81,7 @@ def test_the_first_table_names_what_ours_asks_for_in_addition() -> None:
         ours: counts(1.25, 12, syncs=1),
         other: counts(0.5, 10),
     }
-    report = gpu_traffic.make_report({"t4": {"Net": arms}}, {})
+    report = gpu_traffic.make_report({"t4": {"Net": arms}})
     assert report.tables[0].rows == [("T4, Net", ours, "+25.0%", "+22.5%", "", "+2", "+1")]
     assert report.tables[1].rows == [("Net", "0.800x", "2.000x")]
     assert report.tables[2].rows == [("Net", f"{2 / 2.45:.3f}x", f"{2 / 1.5:.3f}x")]

@@ -159,7 +159,7 @@ def row_of(unscaled: float) -> Row:
 
 def test_the_table_marks_what_is_off_and_json_has_no_nan(tmp_path: Path) -> None:
     kept = {"line": Kept("", "here", row_of(math.nan))}
-    report = make_report("papers_cpu", [], [LINE], kept, {}, {}, {"line": SMALL})
+    report = make_report([], [LINE], kept, {}, {"line": SMALL})
     cells = report.tables[0].rows[0]
     assert cells[2] == "2.00 (1.00 to 3.00)"
     assert cells[3] == f"nan{OFF}"
@@ -169,7 +169,7 @@ def test_the_table_marks_what_is_off_and_json_has_no_nan(tmp_path: Path) -> None
         ("line", "8", "50.0%", "50%", "0%", "50%", "0%"),
     ]
     assert all(report.verdicts.values())  # that it fails without a scale breaks no promise
-    _, complete = report.write(tmp_path)
+    _, complete = report.write(tmp_path, "papers_cpu", {})
     text = complete.read_text()
     assert "NaN" not in text
     (run, *_) = json.loads(text)["rows"]["line"]["runs"][QUALITY[1].name]
@@ -376,7 +376,7 @@ def test_the_report_tells_chance_from_a_shift() -> None:
     shifted = outcomes(*(float(i + 20) for i in range(10)))
     looked = {"BF16 O1": shifted, "BF16 O2": outcomes(*(float(i) for i in range(10)))}
     first, again = ({"line": Kept("", "here", found)} for found in (base, looked))
-    report = make_report("papers_cpu", [], [LINE], first, again, {}, {})
+    report = make_report([], [LINE], first, again, {})
     told = {claim: held for claim, held in report.verdicts.items() if "ten seeds" in claim}
     assert list(told.values()) == [False, True]
     lines = report.tables[-1].rows

@@ -38,8 +38,7 @@ def test_a_language_model_of_transformers() -> None:
     assert left <= {COMPILED, AUTOCAST}
     assert set(row.seconds) == set(row.peak) == arms - left
     assert all(len(samples) == work.rounds for samples in row.seconds.values())
-    report = make_report("real_models", "Models", torch.device("cpu"), work, rows, [], {}, None)
-    assert report.name == "real_models_cpu"
+    report = make_report("Models", work, rows, [], None)
     assert not report.verdicts
     peers = {column for table in report.tables for column in table.columns}
     assert "eager FP32" not in peers  # what was not measured has no column

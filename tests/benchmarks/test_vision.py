@@ -84,7 +84,7 @@ def a_row(**arms: dict[str, Any]) -> dict[str, Any]:
 
 def test_the_report_has_sizes_and_frames() -> None:
     failed = {BOTH: {"failed": "E: no"}}
-    report = make_report("vision_cpu", [], [a_row(), a_row(**failed)], {})
+    report = make_report([], [a_row(), a_row(**failed)])
     assert report.notes[0].startswith("**Not measured yet: faster_rcnn, ")
     sizes, frames = report.tables[-2:]
     assert list(sizes.rows) == [

@@ -19,7 +19,6 @@ from benchmarks.whole_step.measure import (
     PIECES,
     PLAIN,
     WHOLE,
-    Measured,
     Row,
     Trainee,
     measure_all,
@@ -133,13 +132,13 @@ def test_what_is_not_whole_or_not_timed_is_said_and_without_a_peer_there_is_no_r
         losses={arm: [1.0] for arm in ARMS}, seconds={EAGER: [1.0]}, held={EAGER: 1},
         peak={EAGER: 1}, slow={PEER: 100.0}, left={WHOLE[0]: "it won't"}, untrained=[PLAIN],
     )  # fmt: skip
-    report = make_report(Measured({"a row": row}, {}), TINY, CPU, notes=[], record={})
+    report = make_report({"a row": row}, {}, TINY, CPU)
     for remark in (
         f"a row: {WHOLE[0]} is not whole: it won't.",
         f"a row: {PEER} takes 100.0 s a step; left out.",
         f"a row: {PLAIN} does not train",
     ):
-        assert remark in report.markdown()
+        assert remark in report.markdown({})
     assert report.data["ratios"] == {"a row": {}}
     assert report.verdicts == {}
 
@@ -161,7 +160,7 @@ def test_a_peer_that_torch_refuses_to_run_is_left_out(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(Trainee, "warm_up", refusing)
     work = dataclasses.replace(TINY, tasks=TINY.tasks[:1])
-    (row,) = measure_all(work, CPU).rows.values()
+    (row,) = measure_all(work, CPU)[0].values()
     assert row.refused == {PEER: "could not create a primitive"}
     assert row.seconds.keys() == set(ARMS) - {PEER}
     refused.append(WHOLE[0])

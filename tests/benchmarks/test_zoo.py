@@ -116,7 +116,7 @@ def test_where_torch_compile_fails_nothing_is_ours() -> None:
     failed = {"failed": "E: no"}
     row = a_row(**{COMPILED: failed, "O1": failed})
     assert faults(row) == []
-    report = make_report("zoo_cpu", [], [row], {})
+    report = make_report([], [row])
     assert ("timm/made_up", f"a peer's: {COMPILED} fails: E: no") in report.tables[-1].rows
 
 
@@ -128,7 +128,7 @@ def test_a_peer_that_fails_is_left_out() -> None:
 
 
 def verdicts(*rows: dict[str, Any]) -> dict[str, bool]:
-    return dict(make_report("zoo_cpu", [], rows, {}).verdicts)
+    return dict(make_report([], rows).verdicts)
 
 
 def test_verdicts_count_rows() -> None:
@@ -226,7 +226,7 @@ def test_bytes_are_judged_with_and_without_casts() -> None:
                  for way, (held, casts) in sides.items()}  # fmt: skip
         return {"name": "timm/made_up", "kind": "mixer", "saved": sizes}
 
-    report = zoo_saved.make_report("zoo_saved_cpu", [row(60, 46), row(75, 54)], {})
+    report = zoo_saved.make_report([row(60, 46), row(75, 54)])
     assert report.verdicts == {
         "O1 keeps no more than compile + autocast: 2 of 2": True,
         "O2 keeps no more than compile + autocast: 2 of 2": True,
