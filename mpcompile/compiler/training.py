@@ -23,8 +23,6 @@ from ..scaling.loss_scale import LossScale
 from ..settings import Settings
 from .plan_graph import Facts, Planned
 
-__all__ = ["Training", "is_trained", "scale_for", "training_of"]
-
 
 @dataclass(frozen=True)
 class Training:

@@ -33,8 +33,6 @@ from ..torch_inside.inductor import CopiedContext, is_compiled
 from ..torch_inside.names import keeps_graph
 from ..torch_inside.tensors import for_each_sample, function_of
 
-__all__ = ["notice", "noticed", "of_compiled"]
-
 Gradients = tuple[Tensor | None, ...]
 _WRAPPED = "mpcompile_wrapped"  # on a class of AOTAutograd's: its backward is
 

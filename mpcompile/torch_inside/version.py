@@ -14,16 +14,6 @@ from typing import NoReturn
 
 from ..errors import MPCompileError, MPCompileWarning
 
-__all__ = [
-    "NEWEST",
-    "OLDEST",
-    "RANGE",
-    "check_torch_version",
-    "is_untested",
-    "warn_if_untested",
-    "warn_of_version",
-]
-
 OLDEST = (2, 12)
 NEWEST = (2, 14)  # that mpcompile was tested with; a newer one is warned of
 RANGE = f">={OLDEST[0]}.{OLDEST[1]}"

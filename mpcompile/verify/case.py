@@ -18,8 +18,6 @@ from ..devices.torch_faults import GCC_FLAG
 from ..torch_inside.inductor import setting
 from ..torch_inside.names import compile_inner, inductor_config, tracing
 
-__all__ = ["CURES", "Case", "Cure", "Function", "copied"]
-
 Function = Callable[[list[Any]], Any]
 """A compiled graph, or what stands for it: takes a list of its inputs, which it may empty."""
 

@@ -19,8 +19,6 @@ from torch import fx
 from ..devices.registry import RandomState, unchanged
 from ..torch_inside.names import FakeTensorMode, TracingContext, compile_inner, tracing
 
-__all__ = ["draw", "drawing_from", "is_random", "state_of"]
-
 aten, prims = torch.ops.aten, torch.ops.prims
 
 _RANDOM = (prims.inductor_random.default, prims.inductor_randint.default)

@@ -34,8 +34,6 @@ from .reference import why_not, written_inputs
 from .trial import Found, Trial
 from .verdicts import Verdicts, Verify, key_of
 
-__all__ = ["Verifier", "compile_verified"]
-
 _SHARE, _LEAST = 0.07, 0.5
 """What comparing may take in the first call: of the time in which Inductor compiled, and in
 seconds. What is left then is compared in the next call. All in all, with copies of what the call

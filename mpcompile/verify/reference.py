@@ -25,8 +25,6 @@ from ..torch_inside.graphs import schema_of
 from ..torch_inside.names import pytree
 from .draws import draw, is_random
 
-__all__ = ["Pair", "Reference", "ancestors", "why_not", "written_inputs"]
-
 aten, prims = torch.ops.aten, torch.ops.prims
 
 _CASTS = (prims.convert_element_type.default, aten._to_copy.default)

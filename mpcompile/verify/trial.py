@@ -23,8 +23,6 @@ from .draws import drawing_from, is_random
 from .judge import Errors
 from .reference import Pair, Reference, ancestors, is_product, written_inputs
 
-__all__ = ["Found", "Trial"]
-
 _JITTERED = 4
 _DEPTH = 6
 """Operators in a row by which two values are of one kind."""

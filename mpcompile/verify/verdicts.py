@@ -36,8 +36,6 @@ from ..torch_inside.names import cache_dir
 from .case import Case, Cure
 from .trial import Found
 
-__all__ = ["Toolchain", "Verdict", "Verdicts", "Verify", "key_of", "say_again", "toolchain"]
-
 
 @dataclass
 class Verify:
