@@ -21,7 +21,7 @@ RANGE = f">={OLDEST[0]}.{OLDEST[1]}"
 
 def check_torch_version(version: str) -> None:
     """Raise `MPCompileError` for a torch below `OLDEST`."""
-    if _release(version) < OLDEST:
+    if release(version) < OLDEST:
         raise MPCompileError(
             f"mpcompile supports torch{RANGE}; this is torch {version}: install a supported torch"
         )
@@ -29,7 +29,7 @@ def check_torch_version(version: str) -> None:
 
 def is_untested(version: str) -> bool:
     """Whether a torch is newer than `NEWEST`."""
-    return _release(version) > NEWEST
+    return release(version) > NEWEST
 
 
 @functools.lru_cache(maxsize=1)
@@ -55,7 +55,8 @@ def warn_of_version(version: str) -> None:
         warnings.warn(f"mpcompile: {error}", MPCompileWarning, stacklevel=4)
 
 
-def _release(version: str) -> tuple[int, int]:
+def release(version: str) -> tuple[int, int]:
+    """`(2, 13)` of `"2.13.0+cpu"`."""
     match = re.match(r"(\d+)\.(\d+)", version)
     return (int(match[1]), int(match[2])) if match else (0, 0)
 
