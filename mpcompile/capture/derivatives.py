@@ -43,9 +43,8 @@ from ..torch_inside.names import (
     torch_functions_off,
     unwrap_if_dead,
 )
-from .autocast_arguments import InFP32
 from .history import current_tracer, derivation
-from .place import ReplayState
+from .place import InFP32, ReplayState
 
 _ZEROS = "aten::_efficientzerotensor"
 _DETACHES = ("detach", "detach_")
@@ -168,18 +167,15 @@ def _check_functions(gm: fx.GraphModule, stretch: Stretch, given: Sequence[Any])
     if not is_tracked(list(given)) or not any(map(differentiates, stretch.nodes)):
         return
     bodies = [getattr(gm, str(n.target), None) for n in stretch.nodes if n.op == "get_attr"]
-    graphs = [m.graph for b in bodies if isinstance(b, fx.GraphModule) for m in _graphs_in(b)]
-    for node in (*stretch.nodes, *(n for graph in graphs for n in graph.nodes)):
+    modules = [m for b in bodies if isinstance(b, fx.GraphModule) for m in b.modules()]
+    inner = [n for m in modules if isinstance(m, fx.GraphModule) for n in m.graph.nodes]
+    for node in (*stretch.nodes, *inner):
         if op_name(node).endswith("autograd_function_apply"):
             raise MPCompileError(
                 "a torch.autograd.Function is inside of a derivative that is differentiated "
                 "itself, and torch's compiler would lose a part of its gradient: write the "
                 "function with torch's operators, or leave what holds it uncompiled"
             )
-
-
-def _graphs_in(body: fx.GraphModule) -> list[fx.GraphModule]:
-    return [m for m in body.modules() if isinstance(m, fx.GraphModule)]
 
 
 class _Live(InFP32):
