@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import fx
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, set_proxy_slot
 
 from ..ir import is_getitem, written
@@ -19,6 +21,15 @@ def current_tracer() -> Any:
     mode = get_proxy_mode()
     assert mode is not None
     return mode.tracer
+
+
+@contextlib.contextmanager
+def recorded() -> Iterator[list[fx.Node]]:
+    """The nodes that are recorded in this context, the last one first; known once it has ended."""
+    nodes, made = current_tracer().graph.nodes, list[fx.Node]()
+    before = len(nodes)
+    yield made
+    made += itertools.islice(reversed(nodes), len(nodes) - before)
 
 
 @contextlib.contextmanager
@@ -97,8 +108,8 @@ def has_custom_backward(result: Any, known: set[Any]) -> bool:
     Our graph would hold only its forward. (The function of a custom operator is torch's own, and
     the operator itself stands in our graph.)
     """
-    return any(
-        isinstance(grad_fn, torch.autograd.function.BackwardCFunction)
-        and not grad_fn.name().startswith("GeneratedBackwardFor_")
-        for grad_fn in between(grad_fns(result), known)
-    )
+    for grad_fn in between(grad_fns(result), known):
+        custom = isinstance(grad_fn, torch.autograd.function.BackwardCFunction)
+        if custom and not grad_fn.name().startswith("GeneratedBackwardFor_"):
+            return True
+    return False

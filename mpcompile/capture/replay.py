@@ -22,7 +22,6 @@ The interpreter handles itself what a replay would lose:
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -41,7 +40,7 @@ from ..torch_inside.graphs import CHECKPOINT_CONTEXT
 from ..torch_inside.names import GET_DATA, HigherOrderOperator, pytree
 from ..torch_inside.private_names import Part, why_off
 from .derivatives import stretches, write_out
-from .history import current_tracer, has_custom_backward, known_as_before
+from .history import has_custom_backward, known_as_before, recorded
 from .opaque_calls import opaque_call
 from .place import InFP32, ReplayState
 
@@ -100,13 +99,12 @@ class Replay(InFP32):
                 raise CannotRewrite(f"{Part.RECURRENT.value} on this torch ({why})")
             if self.place.autocast() is not None:
                 args, kwargs = pytree.tree_map_only(torch.Tensor, _widened, (args, kwargs))
-        graph = current_tracer().graph
-        before, known = len(graph.nodes), grad_fns((args, kwargs))
-        with known_as_before((args, kwargs)):
+        known = grad_fns((args, kwargs))
+        with recorded() as made, known_as_before((args, kwargs)):
             result = super().call_function(target, args, kwargs)
         if has_custom_backward(result, known):  # the user's function, whole in Dynamo's graph
-            for node in reversed(list(itertools.islice(graph.nodes, before, None))):
-                graph.erase_node(node)
+            for node in made:
+                node.graph.erase_node(node)
             return opaque_call(self.current, self.place, args, kwargs)
         return result
 
@@ -114,11 +112,10 @@ class Replay(InFP32):
         body, *operands = args
         keys = (CHECKPOINT_CONTEXT,)
         region = Region(dict(kwargs), {k: body.meta[k] for k in keys if k in body.meta})
-        graph = current_tracer().graph
-        before = len(graph.nodes)
         inside = replace(self.place, checkpoints=(*self.place.checkpoints, region))
-        out = Replay(body, inside).run(*operands)
-        for node in itertools.islice(graph.nodes, before, None):
+        with recorded() as made:
+            out = Replay(body, inside).run(*operands)
+        for node in made:
             # an inner checkpoint has tagged its own nodes already
             node.meta.setdefault("mp_region", inside.checkpoints)
         return out

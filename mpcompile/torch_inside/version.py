@@ -10,7 +10,6 @@ import re
 import sys
 import warnings
 from pathlib import Path
-from typing import NoReturn
 
 from ..errors import MPCompileError, MPCompileWarning
 
@@ -61,24 +60,20 @@ def release(version: str) -> tuple[int, int]:
     return (int(match[1]), int(match[2])) if match else (0, 0)
 
 
-def _refuse_without_torch() -> NoReturn:
-    text = (
-        f"mpcompile needs torch, which is not installed for {sys.executable}: "
-        f"pip install 'torch{RANGE}', or the build of it that fits your device"
-    )
-    # The script of the command imports the package before it can call anything that would catch.
-    if Path(*sys.argv[:1]).stem == "mpcompile":
-        print(f"mpcompile: {text}", file=sys.stderr)
-        sys.exit(2)
-    raise ModuleNotFoundError(text, name="torch")
-
-
 def _installed() -> str | None:
     """The version of torch, which isn't imported for it; None where only an import tells."""
     if torch := sys.modules.get("torch"):
         return str(torch.__version__)
     if importlib.util.find_spec("torch") is None:
-        _refuse_without_torch()
+        text = (
+            f"mpcompile needs torch, which is not installed for {sys.executable}: "
+            f"pip install 'torch{RANGE}', or the build of it that fits your device"
+        )
+        # The command's script imports the package before it can call anything that would catch.
+        if Path(*sys.argv[:1]).stem == "mpcompile":
+            print(f"mpcompile: {text}", file=sys.stderr)
+            sys.exit(2)
+        raise ModuleNotFoundError(text, name="torch")
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         return importlib.metadata.version("torch")
     return None
