@@ -163,6 +163,19 @@ def cut(
     return graph, new
 
 
+def copied(gm: fx.GraphModule) -> fx.GraphModule:
+    """A copy whose nodes have the same names, to be kept where the other is changed."""
+    graph = fx.Graph()
+    env: dict[fx.Node, fx.Node] = {}
+    result = graph.graph_copy(gm.graph, env)
+    graph.output(result).meta.update(gm.graph.output_node().meta)
+    for old, new in env.items():
+        new.name = old.name
+    made = fx.GraphModule(gm, graph)
+    made.meta.update(gm.meta)
+    return made
+
+
 def all_before(nodes: Iterable[fx.Node], known: Collection[fx.Node] = ()) -> set[fx.Node]:
     """These nodes, and all that they depend on, up to those that are known."""
     found = set(nodes)

@@ -18,6 +18,7 @@ from torch import fx
 
 from ..devices.registry import capabilities
 from ..errors import MPCompileError, in_one_line
+from ..ir import copied
 from ..ir.dtypes import HALF
 from ..torch_inside.inductor import donated_inputs
 from ..torch_inside.names import (
@@ -28,7 +29,7 @@ from ..torch_inside.names import (
     compile_fx,
     compile_inner,
 )
-from .case import CURES, Case, Cure, Function, copied
+from .case import CURES, Case, Cure, Function
 from .draws import state_of
 from .reference import why_not, written_numbers
 from .trial import Found, Trial
