@@ -149,9 +149,10 @@ class _PadPlacer:
         while amounts[-1] == 0:
             amounts = amounts[:-2]
         why = f"{', '.join(reversed(changes))} for {_reader(user)}"
+        args = (value, amounts)
         pad, decision = aten.constant_pad_nd.default, ir.added(ir.Role.PAD, why)
         name = f"{like.name}_padded"
-        return ir.insert(pad, value, amounts, name=name, like=like, decision=decision)
+        return ir.insert(pad, *args, name=name, like=like, decision=decision)
 
 
 class _Sizes:
