@@ -270,11 +270,19 @@ def _check_again(settings: Settings, module: nn.Module) -> None:
 def _after_call(settings: Settings, record: ModelRecord, module: nn.Module) -> bool:
     """Warn of what the first calls of a module reveal; True once nothing is left to check."""
     if not record.plans:
-        _warn_nothing_compiled(module)
+        warnings.warn(
+            f"mpcompile: no part of {type(module).__name__} was compiled; it ran as plain PyTorch, "
+            "in FP32. torch.compile skipped its forward (an unsupported construct at the top of "
+            "it, or compilation is disabled); TORCH_LOGS=graph_breaks tells why",
+            MPCompileWarning,
+            stacklevel=4,
+        )
         return True
     if not torch.is_grad_enabled():  # an evaluation tells nothing about training
         return False
-    _warn_of_what_matched_nothing(module, settings, record.plans)
+    for complaint in matched_nothing(settings, record.plans):
+        text = f"mpcompile: {type(module).__name__}: {complaint}"
+        warnings.warn(text, MPCompileWarning, stacklevel=4)
     return True
 
 
@@ -291,14 +299,6 @@ def _after_call_of_function(
     for complaint in (*wrong, *matched_nothing(settings, plans)):
         text = f"mpcompile: {name}: {complaint}"
         warnings.warn(text, MPCompileWarning, stacklevel=stacklevel + 1)
-
-
-def _warn_of_what_matched_nothing(
-    module: nn.Module, settings: Settings, plans: list[GraphPlan]
-) -> None:
-    for complaint in matched_nothing(settings, plans):
-        text = f"mpcompile: {type(module).__name__}: {complaint}"
-        warnings.warn(text, MPCompileWarning, stacklevel=5)
 
 
 def matched_nothing(settings: Settings, plans: Sequence[GraphPlan]) -> list[str]:
@@ -323,13 +323,3 @@ def matched_nothing(settings: Settings, plans: Sequence[GraphPlan]) -> list[str]
             "the loss alone: `mpcompile(lambda **batch: model(**batch).loss, fuse_head=True)`"
         )
     return complaints if plans else []
-
-
-def _warn_nothing_compiled(module: nn.Module) -> None:
-    warnings.warn(
-        f"mpcompile: no part of {type(module).__name__} was compiled; it ran as plain PyTorch, in "
-        "FP32. torch.compile skipped its forward (an unsupported construct at the top of it, or "
-        "compilation is disabled); TORCH_LOGS=graph_breaks tells why",
-        MPCompileWarning,
-        stacklevel=5,
-    )

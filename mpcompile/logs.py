@@ -13,8 +13,6 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-__all__ = ["TOPICS", "event", "is_heard"]
-
 TOPICS = ("compile", "fallback", "optim", "passes", "profile", "repair", "scale", "verify")
 """The loggers, each `mpcompile.<topic>`."""
 

@@ -24,7 +24,7 @@ from typing import Any, Literal, TypedDict, TypeVar, get_args
 import torch
 
 from . import rules
-from .capture.provenance import Names, nobody
+from .capture.provenance import Names
 from .errors import MPCompileError, did_you_mean
 from .lower.emitter import check_inductor
 from .plans import pipeline
@@ -267,7 +267,7 @@ class Settings:
         None, _inductor_options, "Inductor's, as in `torch.compile`; they go over `mode`."
     )
     scale_any_dtype: bool = False
-    names: Names = nobody
+    names: Names = dict
 
     def verifying(self) -> Verify:
         """How one graph is verified: takes what is found of it."""
@@ -300,8 +300,15 @@ class Settings:
 
     def _check_together(self) -> None:
         """Refuse options that are wrong only in combination."""
-        if self.dtype is not torch.float16 and not self.scale_any_dtype:
-            _check_unscaled(self.policy)
+        # FP16 parts without a loss scale (a BF16 compile): small gradients would be zero.
+        unscaled = self.dtype is not torch.float16 and not self.scale_any_dtype
+        for (where, key), dtype in self.policy.low_dtypes.items() if unscaled else ():
+            if dtype is torch.float16:
+                raise MPCompileError(
+                    f"Policy({where}={{{key!r}: 'fp16'}}): FP16 gradients need a loss scale, and "
+                    "BF16 has none: compile with dtype=torch.float16, hand over a LossScale, or "
+                    "write 'low'"
+                )
         asked = {f"mode={self.mode!r}": self.mode is not None, "recompute=True": self.recompute}
         for name, given in asked.items():
             if given and self.emit != "inductor":
@@ -355,13 +362,3 @@ def documented(function: F) -> F:
         text = function.__doc__.replace("{options}", entries.strip())
         function.__doc__ = text.replace("{plans}", names)
     return function
-
-
-def _check_unscaled(policy: Policy) -> None:
-    """Refuse FP16 parts without a loss scale (a BF16 compile): small gradients would be zero."""
-    for (where, key), dtype in policy.low_dtypes.items():
-        if dtype is torch.float16:
-            raise MPCompileError(
-                f"Policy({where}={{{key!r}: 'fp16'}}): FP16 gradients need a loss scale, and BF16 "
-                "has none: compile with dtype=torch.float16, hand over a LossScale, or write 'low'"
-            )

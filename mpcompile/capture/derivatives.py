@@ -20,7 +20,6 @@ out, and only the program's own are kept.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -43,9 +42,8 @@ from ..torch_inside.names import (
     torch_functions_off,
     unwrap_if_dead,
 )
-from .autocast_arguments import InFP32
-from .history import current_tracer, derivation
-from .place import ReplayState
+from .history import derivation, recorded
+from .place import InFP32, ReplayState
 
 _ZEROS = "aten::_efficientzerotensor"
 _DETACHES = ("detach", "detach_")
@@ -168,18 +166,15 @@ def _check_functions(gm: fx.GraphModule, stretch: Stretch, given: Sequence[Any])
     if not is_tracked(list(given)) or not any(map(differentiates, stretch.nodes)):
         return
     bodies = [getattr(gm, str(n.target), None) for n in stretch.nodes if n.op == "get_attr"]
-    graphs = [m.graph for b in bodies if isinstance(b, fx.GraphModule) for m in _graphs_in(b)]
-    for node in (*stretch.nodes, *(n for graph in graphs for n in graph.nodes)):
+    modules = [m for b in bodies if isinstance(b, fx.GraphModule) for m in b.modules()]
+    inner = [n for m in modules if isinstance(m, fx.GraphModule) for n in m.graph.nodes]
+    for node in (*stretch.nodes, *inner):
         if op_name(node).endswith("autograd_function_apply"):
             raise MPCompileError(
                 "a torch.autograd.Function is inside of a derivative that is differentiated "
                 "itself, and torch's compiler would lose a part of its gradient: write the "
                 "function with torch's operators, or leave what holds it uncompiled"
             )
-
-
-def _graphs_in(body: fx.GraphModule) -> list[fx.GraphModule]:
-    return [m for m in body.modules() if isinstance(m, fx.GraphModule)]
 
 
 class _Live(InFP32):
@@ -192,10 +187,9 @@ class _Live(InFP32):
         self.env = dict(zip(stretch.inputs, given, strict=True))
         with _Noting():  # type: ignore[no-untyped-call]
             for node in stretch.nodes:
-                before = len(current_tracer().graph.nodes)
-                with self._set_current_node(node):
+                with recorded() as made, self._set_current_node(node):
                     self.env[node] = self.run_node(node)
-                for new in _last_of(current_tracer().graph, before):
+                for new in made:
                     if differentiates(node) is not None:
                         is_inner_gradient.set(new, True)
                     if new.target is aten.detach.default and _detaches(node):
@@ -226,10 +220,10 @@ class _Noting(TorchDispatchMode):
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        before = len(current_tracer().graph.nodes)
         func = aten.zeros.default if func.name() == _ZEROS else func
-        result = func(*args, **(kwargs or {}))
-        for node in _last_of(current_tracer().graph, before):
+        with recorded() as made:
+            result = func(*args, **(kwargs or {}))
+        for node in made:
             node.meta["mp_grad"] = torch.is_grad_enabled()
         return result
 
@@ -245,11 +239,10 @@ class _AsOperators(fx.Interpreter):
         mode = n.meta.get("mp_grad", torch.is_grad_enabled())
         if mode is not torch.is_grad_enabled():
             set_grad_enabled(mode)
-        graph = current_tracer().graph
-        before = len(graph.nodes)
-        result = super().run_node(n)
+        with recorded() as made:
+            result = super().run_node(n)
         if is_inner_gradient(n):
-            for node in _last_of(graph, before):
+            for node in made:
                 is_inner_gradient.set(node, True)
         return result
 
@@ -268,8 +261,3 @@ def _detaches(node: fx.Node) -> bool:
     if differentiates(node) is not None:
         return False
     return node.target in _DETACHES or node.target in (torch.detach, torch.detach_, GET_DATA)
-
-
-def _last_of(graph: fx.Graph, before: int) -> list[fx.Node]:
-    """The nodes after the first `before` ones."""
-    return list(itertools.islice(reversed(graph.nodes), len(graph.nodes) - before))

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import fx
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot, set_proxy_slot
 
 from ..ir import is_getitem, written
-from ..ir.units import grad_fns, is_tracked
+from ..ir.units import between, grad_fns, is_tracked
 from ..torch_inside.names import pytree
 
 
@@ -19,6 +21,15 @@ def current_tracer() -> Any:
     mode = get_proxy_mode()
     assert mode is not None
     return mode.tracer
+
+
+@contextlib.contextmanager
+def recorded() -> Iterator[list[fx.Node]]:
+    """The nodes that are recorded in this context, the last one first; known once it has ended."""
+    nodes, made = current_tracer().graph.nodes, list[fx.Node]()
+    before = len(nodes)
+    yield made
+    made += itertools.islice(reversed(nodes), len(nodes) - before)
 
 
 @contextlib.contextmanager
@@ -54,11 +65,17 @@ def derivation(values: Any, inputs: Any, known: dict[Any, int]) -> list[int | No
     Args:
         known: what the numbers stand for; the same for all that are compared.
     """
+
+    def edge_of(value: Any) -> tuple[Any, int]:
+        if not is_tracked(value):
+            return None, 0
+        edge = torch.autograd.graph.get_gradient_edge(value)
+        return edge.node, edge.output_nr
+
     stops: dict[Any, Any] = {}
     for i, value in enumerate(inputs):
         if is_tracked(value):
-            edge = torch.autograd.graph.get_gradient_edge(value)
-            stops.setdefault((edge.node, edge.output_nr), ("input", i))
+            stops.setdefault(edge_of(value), ("input", i))
     numbers: dict[Any, int | None] = {}
 
     def way(edge: tuple[Any, int]) -> Any:
@@ -71,12 +88,6 @@ def derivation(values: Any, inputs: Any, known: dict[Any, int]) -> list[int | No
         if not any(ways):
             return None
         return known.setdefault((grad_fn.name(), ways), len(known))
-
-    def edge_of(value: Any) -> tuple[Any, int]:
-        if not is_tracked(value):
-            return None, 0
-        edge = torch.autograd.graph.get_gradient_edge(value)
-        return edge.node, edge.output_nr
 
     edges = [edge_of(value) for value in values]
     queue = [edge for edge in edges if edge[0] is not None and edge not in stops]
@@ -97,14 +108,8 @@ def has_custom_backward(result: Any, known: set[Any]) -> bool:
     Our graph would hold only its forward. (The function of a custom operator is torch's own, and
     the operator itself stands in our graph.)
     """
-    seen, queue = set(known), list(grad_fns(result))
-    while queue:
-        grad_fn = queue.pop()
-        if grad_fn is None or grad_fn in seen:
-            continue
-        seen.add(grad_fn)
+    for grad_fn in between(grad_fns(result), known):
         custom = isinstance(grad_fn, torch.autograd.function.BackwardCFunction)
         if custom and not grad_fn.name().startswith("GeneratedBackwardFor_"):
             return True
-        queue += [parent for parent, _ in grad_fn.next_functions]
     return False

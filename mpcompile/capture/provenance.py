@@ -35,13 +35,8 @@ def copy_provenance(gm: fx.GraphModule, traced: fx.GraphModule) -> None:
     )
 
 
-# id of a parameter -> its dotted name in the model; empty where the model isn't known.
+# id of a parameter -> its dotted name in the model. Where that isn't known, `dict`: no names.
 Names = Callable[[], Mapping[int, str]]
-
-
-def nobody() -> Mapping[int, str]:
-    """The names in a model that isn't known."""
-    return {}
 
 
 def names_in(module: torch.nn.Module) -> Names:

@@ -18,19 +18,14 @@ import torch
 from torch import fx
 
 from ..errors import CannotRewrite, MPCompileError
+from ..ir.memory import ASSIGNMENTS
 from ..torch_inside.names import OutputGraph, SideEffects, TensorVariable, compile_lock
 from ..torch_inside.private_names import MissingInTorch
 from ..torch_inside.replace import method, reads_of
 from ..torch_inside.version import is_untested
 
 # `p += x` and its like, where tensors do that in place: `p @= x` makes a new one.
-_IN_PLACE = frozenset(
-    getattr(operator, name)
-    for name in dir(operator)
-    if name[0] == "i"
-    and hasattr(torch.Tensor, f"__{name}__")
-    and hasattr(operator, f"__{name[1:]}__")
-)
+_IN_PLACE = ASSIGNMENTS - {operator.setitem, operator.imatmul}
 
 
 @contextlib.contextmanager

@@ -10,6 +10,9 @@ The interpreter handles itself what a replay would lose:
 * The body of an activation checkpoint is inlined, its nodes tagged with their `Region`, so that the
   passes see one flat graph; the outline pass folds it back. A `nested_compile_region` is inlined.
 * torch's linear cross entropy in chunks becomes ours, which the loss scale reaches.
+* Two losses that torch computes otherwise where it traces them, in any compiled graph, are put
+  right: `F.multilabel_margin_loss` counts the labels after the first -1, which end a sample's list;
+  and of one sample without a batch, the loss of both is a row of one (torch 2.12 to 2.14).
 * `set_grad_enabled` stays in the graph; every node records the mode it runs in (`"mp_grad"`).
 * Autocast regions leave the graph; every node records the innermost one (`"mp_autocast"`), which
   may be around the whole graph (`surroundings.py`). An autocast around the whole call is
@@ -19,12 +22,12 @@ The interpreter handles itself what a replay would lose:
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import fx
+import torch.nn.functional as F
+from torch import Tensor, fx
 
 from ..errors import CannotRewrite
 from ..ir import Region
@@ -36,12 +39,10 @@ from ..rules import PACKETS
 from ..torch_inside.graphs import CHECKPOINT_CONTEXT
 from ..torch_inside.names import GET_DATA, HigherOrderOperator, pytree
 from ..torch_inside.private_names import Part, why_off
-from .autocast_arguments import InFP32
 from .derivatives import stretches, write_out
-from .history import current_tracer, has_custom_backward, known_as_before
-from .margin_losses import INSTEAD
+from .history import has_custom_backward, known_as_before, recorded
 from .opaque_calls import opaque_call
-from .place import ReplayState
+from .place import InFP32, ReplayState
 
 
 class Replay(InFP32):
@@ -80,7 +81,7 @@ class Replay(InFP32):
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         assert self.current is not None
-        target = INSTEAD.get(target, target)
+        target = _INSTEAD.get(target, target)
         if target is CHECKPOINT:
             return self._inline_checkpoint(args, kwargs)
         if target is GET_DATA:
@@ -98,13 +99,12 @@ class Replay(InFP32):
                 raise CannotRewrite(f"{Part.RECURRENT.value} on this torch ({why})")
             if self.place.autocast() is not None:
                 args, kwargs = pytree.tree_map_only(torch.Tensor, _widened, (args, kwargs))
-        graph = current_tracer().graph
-        before, known = len(graph.nodes), grad_fns((args, kwargs))
-        with known_as_before((args, kwargs)):
+        known = grad_fns((args, kwargs))
+        with recorded() as made, known_as_before((args, kwargs)):
             result = super().call_function(target, args, kwargs)
         if has_custom_backward(result, known):  # the user's function, whole in Dynamo's graph
-            for node in reversed(list(itertools.islice(graph.nodes, before, None))):
-                graph.erase_node(node)
+            for node in made:
+                node.graph.erase_node(node)
             return opaque_call(self.current, self.place, args, kwargs)
         return result
 
@@ -112,11 +112,10 @@ class Replay(InFP32):
         body, *operands = args
         keys = (CHECKPOINT_CONTEXT,)
         region = Region(dict(kwargs), {k: body.meta[k] for k in keys if k in body.meta})
-        graph = current_tracer().graph
-        before = len(graph.nodes)
         inside = replace(self.place, checkpoints=(*self.place.checkpoints, region))
-        out = Replay(body, inside).run(*operands)
-        for node in itertools.islice(graph.nodes, before, None):
+        with recorded() as made:
+            out = Replay(body, inside).run(*operands)
+        for node in made:
             # an inner checkpoint has tagged its own nodes already
             node.meta.setdefault("mp_region", inside.checkpoints)
         return out
@@ -127,3 +126,28 @@ def _widened(value: torch.Tensor) -> torch.Tensor:
     an earlier call under autocast returned has the low dtype.)
     """
     return value.float() if value.dtype in HALF else value
+
+
+def _multilabel_margin_loss(
+    input: Tensor,
+    target: Tensor,
+    size_average: bool | None = None,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+) -> Tensor:
+    losses: Tensor = torch.ops.mpcompile.multilabel_margin_losses.default(input, target)
+    if reduce is False or reduction == "none":
+        return losses
+    return losses.sum() if size_average is False or reduction == "sum" else losses.mean()
+
+
+def _multi_margin_loss(input: Tensor, target: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    loss = F.multi_margin_loss(input, target, *args, **kwargs)
+    return loss if target.dim() else loss.reshape(())
+
+
+_INSTEAD: dict[Any, Any] = {
+    F.multilabel_margin_loss: _multilabel_margin_loss,
+    F.multi_margin_loss: _multi_margin_loss,
+}
+"""What a program calls -> what is traced instead."""

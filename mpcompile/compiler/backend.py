@@ -15,7 +15,7 @@ from typing import Any
 from torch import fx, nn
 
 from ..capture.breaks import why_it_ends
-from ..capture.provenance import Names, nobody
+from ..capture.provenance import Names
 from ..errors import CannotRewrite, MPCompileError, MPCompileWarning, in_one_line
 from ..ir.dtypes import half_of
 from ..ir.parameter_updates import is_update
@@ -53,7 +53,7 @@ def mpcompile_backend(
     hooks.register()
     request = dict(options or {})
     listener: Listener | None = request.pop("_listener", None)
-    names: Names = request.pop("_names", nobody)
+    names: Names = request.pop("_names", dict)
     settings = Settings.parse({**request, **({"mode": mode} if mode else {})})
     if settings.regional and listener is None:
         raise MPCompileError(

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from ..lower.accumulation import accumulate_in_fp32
 from ..scaling import hooks
-from .backend import mpcompile_backend
-
-__all__ = ["mpcompile_backend"]
+from .backend import mpcompile_backend as mpcompile_backend
 
 accumulate_in_fp32()
 hooks.register()

@@ -36,8 +36,6 @@ from ..torch_inside.dynamo import traced_code
 from ..verify.verdicts import Verify
 from .training import Training
 
-__all__ = ["function_of", "function_of_left"]
-
 Function = Callable[..., Any]
 
 

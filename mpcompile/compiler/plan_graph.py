@@ -20,12 +20,10 @@ from ..capture.capture import capture
 from ..capture.surroundings import Around, unseen
 from ..ir.text import Place, places
 from ..plans import pipeline
-from ..plans.pipeline import Planned
+from ..plans.pipeline import Planned as Planned
 from ..rules.policy import Config, Target
 from ..settings import Settings
 from ..torch_inside.names import autocast_off, compile_lock
-
-__all__ = ["Facts", "Planned", "plan_graph"]
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,6 @@ from ..scaling.loss_scale import LossScale
 from ..settings import Settings
 from .plan_graph import Facts, Planned
 
-__all__ = ["Training", "is_trained", "scale_for", "training_of"]
-
 
 @dataclass(frozen=True)
 class Training:
@@ -113,12 +111,14 @@ def training_of(
     return Training(facts, scale, owned, kept, examples)
 
 
+def fp32_parameters(inputs: Sequence[Any]) -> dict[int, torch.nn.Parameter]:
+    """The inputs (by number) that may be read as copies in a low dtype."""
+    known = {i: x for i, x in enumerate(inputs) if isinstance(x, torch.nn.Parameter)}
+    return {i: x for i, x in known.items() if x.dtype is torch.float32}
+
+
 def _owned_in(examples: Sequence[Any]) -> dict[int, Any]:
-    owners = {
-        i: parameters.owner_of(x)
-        for i, x in enumerate(examples)
-        if isinstance(x, torch.nn.Parameter) and x.dtype is torch.float32
-    }
+    owners = {i: parameters.owner_of(x) for i, x in fp32_parameters(examples).items()}
     return {i: owner for i, owner in owners.items() if owner is not None}
 
 

@@ -12,11 +12,28 @@ of devices exist only in the module of the device type (`torch.cuda`, `torch.xpu
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 
-from .tensor_cores import TensorCores
+
+@dataclass(frozen=True)
+class TensorCores:
+    """The sizes that a device's matrix units require of dimensions, and the cost of other sizes.
+
+    Attributes:
+        alignment: the stride of a row must be a multiple of this many bytes (16 for every Tensor
+            Core generation: 8 FP16 values; NVIDIA's mixed-precision guide).
+        rows: whether the number of rows, which is not a stride, must be a multiple too.
+        slowdown: how many times as long an unaligned product takes; 1: no difference.
+        balance: FLOP that the units do in the time of one byte of memory traffic.
+    """
+
+    alignment: int = 16
+    rows: bool = False
+    slowdown: float = 1.0
+    balance: float = 1.0
 
 
 class Capabilities:

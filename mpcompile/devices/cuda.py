@@ -1,5 +1,7 @@
 """GPUs that torch calls "cuda": NVIDIA's, AMD's under ROCm, and absent NVIDIA GPUs by data sheet.
 
+Sources on Tensor Cores: NVIDIA's list of compute capabilities per GPU, CUDA's table of the data
+types that each generation multiplies, and the data sheets of B200, H100, L40, A100, T4 and V100.
 The list of AMD targets with matrix instructions is from ROCm's "GPU hardware specifications".
 """
 
@@ -14,9 +16,8 @@ from pathlib import Path
 
 import torch
 
-from .capabilities import Capabilities
+from .capabilities import Capabilities, TensorCores
 from .gpus import GPU
-from .tensor_cores import TensorCores, cuda_matrix_units, cuda_tensor_cores, multiply_in
 
 _LOW_SUMS = {
     torch.float16: "allow_fp16_reduced_precision_reduction",
@@ -27,6 +28,21 @@ _LOW_SUMS = {
 PROC = Path("/proc/driver/nvidia/version")
 NVML = ("libnvidia-ml.so.1", "nvml.dll")
 _LONGEST = 80  # NVML_SYSTEM_DRIVER_VERSION_BUFFER_SIZE of nvml.h
+
+# (first compute capability, generation, dtypes its Tensor Cores multiply, dense FP16 FLOP for each
+# byte of memory traffic), newest first.
+_GENERATIONS: tuple[tuple[tuple[int, int], str, str, float], ...] = (
+    ((10, 0), "Blackwell", "FP16, BF16, TF32, FP8, FP4", 281),
+    ((9, 0), "Hopper", "FP16, BF16, TF32, FP8", 295),
+    ((8, 9), "Ada", "FP16, BF16, TF32, FP8", 209),
+    ((8, 0), "Ampere", "FP16, BF16, TF32", 200),
+    ((7, 5), "Turing", "FP16", 203),
+    ((7, 0), "Volta", "FP16", 139),
+)
+_ROWS_COUNT_BEFORE = (8, 0)  # before Ampere the number of rows must be aligned, too (cuBLAS)
+# An FP16 product whose rows don't start at multiples of 16 bytes runs at about half speed. The gain
+# from padding GPT-2's vocabulary from 50257 to 50304 agrees with that.
+_SLOWDOWN = 2.0
 
 # AMD's targets with matrix instructions: CDNA's MFMA, RDNA 3's and 4's WMMA.
 _AMD_UNITS = ("gfx908", "gfx90a", "gfx94", "gfx95", "gfx11", "gfx12")
@@ -46,16 +62,30 @@ class CUDA(Capabilities):
         return torch.cuda.get_device_capability(self.device)
 
     def units(self) -> str:
-        """Describe the Tensor Cores."""
-        return cuda_tensor_cores(self.capability(), self.name())
+        """Describe the Tensor Cores by the compute capability. The GTX 16 series shares 7.5 with
+        Turing RTX parts but has none.
+        """
+        major, minor = capability = self.capability()
+        dotted = f"compute capability {major}.{minor}"
+        if "GTX 16" in self.name():
+            return f"none (GTX 16 series, {dotted})"
+        for first, generation, dtypes, _ in _GENERATIONS:
+            if capability >= first:
+                return f"{dtypes} ({generation}, {dotted})"
+        return f"none ({dotted}; they start with Volta, 7.0)"
 
     def has_units(self, dtype: torch.dtype) -> bool:
         """Whether the Tensor Cores multiply in `dtype`."""
-        return multiply_in(self.units(), dtype)
+        return ("FP16" if dtype is torch.float16 else "BF16") in self.units().partition(" (")[0]
 
     def matrix_units(self) -> TensorCores:
         """The sizes that the Tensor Cores require of dimensions."""
-        return cuda_matrix_units(self.capability())
+        capability = self.capability()
+        for first, *_, balance in _GENERATIONS:
+            if capability >= first:
+                rows = capability < _ROWS_COUNT_BEFORE
+                return TensorCores(rows=rows, slowdown=_SLOWDOWN, balance=balance)
+        return TensorCores()  # no Tensor Cores
 
     def why_auto(self) -> str:
         """Why "auto" is FP16."""

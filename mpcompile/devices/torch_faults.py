@@ -7,11 +7,11 @@ installed torch has it, and says which row a release no longer needs, or needs a
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 
 import torch
 
+from ..torch_inside.version import release
 from .cxx import GCC_FLAG as GCC_FLAG
 
 
@@ -35,14 +35,9 @@ class TorchFault:
 
     def is_here(self, version: str = torch.__version__) -> bool:
         """Whether a release of torch has it."""
-        return _number(self.since) <= _number(version) and (
-            self.until is None or _number(version) < _number(self.until)
+        return release(self.since) <= release(version) and (
+            self.until is None or release(version) < release(self.until)
         )
-
-
-def _number(version: str) -> tuple[int, int]:
-    major, minor = re.findall(r"\d+", version)[:2]
-    return int(major), int(minor)
 
 
 SCHEDULER_FORGETS_WRITES = TorchFault(

@@ -21,7 +21,7 @@ from ..capture.provenance import names_in
 from ..capture.surroundings import around_now
 from ..compiler.backend import planned_or_why
 from ..compiler.plan_graph import Facts, Planned
-from ..compiler.training import scale_for
+from ..compiler.training import fp32_parameters, scale_for
 from ..errors import MPCompileError
 from ..ir.scale import INIT_SCALE, ScaleRule
 from ..lower.tracing_settings import settings_for
@@ -168,10 +168,7 @@ class Sides:
         device, compiled = device_of(example_inputs), self._names(example_inputs)
 
         def facts() -> Facts:
-            masters = [
-                i for i, x in enumerate(example_inputs)
-                if self.copied and isinstance(x, nn.Parameter) and x.dtype is torch.float32
-            ]  # fmt: skip
+            masters = fp32_parameters(example_inputs) if self.copied else ()
             target = target_of(device, self.settings.dtype)
             return Facts(
                 target, around_now(gm, example_inputs, device.type, self.settings.names()),

@@ -24,6 +24,7 @@ from ..api import matched_nothing
 from ..capture.surroundings import Around
 from ..compiler.backend import planned_or_why
 from ..compiler.plan_graph import Facts, Planned
+from ..compiler.training import fp32_parameters
 from ..errors import MPCompileError, MPCompileWarning
 from ..ir import aten
 from ..planner.target import place_of, target_of
@@ -104,9 +105,7 @@ def _rewrite(module: fx.GraphModule, settings: Settings) -> None:
 
     def facts() -> Facts:
         around = Around(context, grad=False, devices=frozenset({target.device.type}))
-        stored = [i for i, x in enumerate(inputs) if isinstance(x, nn.Parameter)]
-        full = [i for i in stored if inputs[i].dtype is torch.float32]
-        return Facts(target, around, copied=dict.fromkeys(full))
+        return Facts(target, around, copied=dict.fromkeys(fp32_parameters(inputs)))
 
     with tracing(context):
         planned = planned_or_why(lifted, inputs, settings, facts)

@@ -11,6 +11,7 @@ from .edit import (
     after,
     all_before,
     argument,
+    copied,
     copy_to_write,
     cut,
     first_call,

@@ -4,7 +4,7 @@ keeps `meta["val"]` correct.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
@@ -163,12 +163,25 @@ def cut(
     return graph, new
 
 
-def all_before(nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    """These nodes, and all that they depend on."""
+def copied(gm: fx.GraphModule) -> fx.GraphModule:
+    """A copy whose nodes have the same names, to be kept where the other is changed."""
+    graph = fx.Graph()
+    env: dict[fx.Node, fx.Node] = {}
+    result = graph.graph_copy(gm.graph, env)
+    graph.output(result).meta.update(gm.graph.output_node().meta)
+    for old, new in env.items():
+        new.name = old.name
+    made = fx.GraphModule(gm, graph)
+    made.meta.update(gm.meta)
+    return made
+
+
+def all_before(nodes: Iterable[fx.Node], known: Collection[fx.Node] = ()) -> set[fx.Node]:
+    """These nodes, and all that they depend on, up to those that are known."""
     found = set(nodes)
     waiting = list(found)
     while waiting:
         new = [n for n in waiting.pop().all_input_nodes if n not in found]
         found.update(new)
-        waiting += new
+        waiting += [n for n in new if n not in known]
     return found

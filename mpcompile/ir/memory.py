@@ -68,11 +68,11 @@ def _is_a_write(node: fx.Node) -> bool:
     """Whether an untraced call writes: `x.add_(y)`, `x += y`, `x[0] = y`, `out=`, `inplace=`"""
     name = node.target if isinstance(node.target, str) else op_name(node)
     named = name.endswith("_") and not name.startswith("__")
-    assigned = name == "__setitem__" or node.target in _ASSIGNMENTS
+    assigned = name == "__setitem__" or node.target in ASSIGNMENTS
     return named or assigned or bool(node.kwargs.get("inplace")) or "out" in node.kwargs
 
 
-_ASSIGNMENTS = {
+ASSIGNMENTS = {
     operator.setitem, operator.iadd, operator.isub, operator.imul, operator.itruediv,
     operator.ifloordiv, operator.imod, operator.ipow, operator.imatmul, operator.iand,
     operator.ior, operator.ixor, operator.ilshift, operator.irshift,

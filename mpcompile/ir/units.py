@@ -127,13 +127,7 @@ class History(fx.Interpreter):
         """Note which node of the graph made the nodes of autograd's graph after some values;
         returns the new ones.
         """
-        new: set[GradFn] = set()
-        queue = list(grad_fns(values))
-        while queue:
-            grad_fn = queue.pop()
-            if grad_fn not in new and grad_fn not in self.origin:
-                new.add(grad_fn)
-                queue += [parent for parent, _ in grad_fn.next_functions if parent is not None]
+        new = set(between(grad_fns(values), self.origin))
         self.origin.update(dict.fromkeys(new, self.node))
         return new
 
@@ -288,6 +282,19 @@ def grad_fns(values: Any) -> set[GradFn]:
     """The nodes of autograd's graph that made the tensors among the values, at any depth."""
     leaves = (v for v in pytree.tree_leaves(values) if isinstance(v, torch.Tensor))
     return {made for v in leaves if (made := _grad_fn(v)) is not None}
+
+
+def between(made: Iterable[GradFn], known: Collection[GradFn]) -> Iterator[GradFn]:
+    """The nodes of autograd's graph from those that made results back to known ones, which are not
+    among them.
+    """
+    seen, queue = set[GradFn](), list(made)
+    while queue:
+        grad_fn = queue.pop()
+        if grad_fn is not None and grad_fn not in seen and grad_fn not in known:
+            seen.add(grad_fn)
+            yield grad_fn
+            queue += [parent for parent, _ in grad_fn.next_functions]
 
 
 def _grad_fn(value: torch.Tensor) -> GradFn | None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from torch import fx
 
 from .. import ir
 from ..ir.dtypes import HALF
-from ..ir.units import GradFn, grad_fns
+from ..ir.units import GradFn, between, grad_fns
 from ..torch_inside.graphs import schema
 from ..torch_inside.names import OpOverload, autocast_off, pytree
 from ..torch_inside.tensors import version
@@ -104,8 +104,9 @@ class Observer(fx.Interpreter):
                 tensor.register_hook(functools.partial(self._gradient, n, number))
         if n.op == "placeholder":
             return  # what made it is not of this graph
-        for step in _between(grad_fns(result), known):
-            step.register_hook(functools.partial(self._stepped, n.name, step.name()))
+        for step in between(grad_fns(result), known):
+            if step.name() != "torch::autograd::AccumulateGrad":  # a leaf
+                step.register_hook(functools.partial(self._stepped, n.name, step.name()))
 
     # Where a whole training step is compiled, Dynamo would trace what runs in its backward.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -213,18 +214,6 @@ class Exact(Keeping):
             return pytree.tree_map(_in_fp64, result)
         finally:
             torch.set_default_dtype(default)
-
-
-def _between(made: set[GradFn], known: set[GradFn]) -> Iterator[GradFn]:
-    """Autograd's nodes from results back to operands, without the leaves of its graph."""
-    seen, queue = set(known), list(made)
-    while queue:
-        step = queue.pop()
-        if step is None or step in seen or step.name() == "torch::autograd::AccumulateGrad":
-            continue
-        seen.add(step)
-        yield step
-        queue += [parent for parent, _ in step.next_functions]
 
 
 def _narrowed(result: Any, of: object) -> Any:

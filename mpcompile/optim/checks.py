@@ -17,10 +17,10 @@ from ..ranks.zero import is_zero
 from ..scaling.loss_scale import LossScale
 from ..settings import OPTIONS
 from ..torch_inside.distributed import overlaps_backward
+from ..torch_inside.optimizers import raw_step
 from ..torch_inside.private_names import Part, refuse
 from .masters import is_low
 from .members import parameters_of
-from .trace_context import raw_step
 
 _EXAMPLE = "MPOptimizer(torch.optim.AdamW(model.parameters()))"
 

@@ -15,11 +15,11 @@ from torch.optim import Optimizer
 from ..ranks.shards import local
 from ..scaling import guard
 from ..torch_inside.names import autocast_off
+from ..torch_inside.optimizers import raw_step
 from .first_state import with_gradients
 from .key import StepKey
 from .masters import follow, in_fp32, is_low
 from .reports import Results
-from .trace_context import raw_step
 
 
 class _EagerThread(threading.local):

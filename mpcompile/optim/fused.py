@@ -14,9 +14,9 @@ import torch
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 from .. import ir
+from ..torch_inside.optimizers import raw_step
 from .key import StepKey
 from .members import Member
-from .trace_context import raw_step
 
 _CLASSES = (Adagrad, Adam, AdamW, SGD)
 

@@ -18,7 +18,7 @@ from ..ranks.zero import is_zero, partition_of, step_with
 from ..scaling import guard, parameters
 from ..scaling.loss_scale import LossScale
 from ..settings import OPTIONS, Emits, Mode
-from ..torch_inside.optimizers import note_step
+from ..torch_inside.optimizers import note_step, raw_step
 from .checks import check, check_arguments, check_group, check_ranks
 from .compiled import Emit
 from .compiled_steps import CompiledSteps, LastKey
@@ -30,7 +30,7 @@ from .reports import Results, held_by
 from .rests_on import of_key
 from .saved import SavedScales, counters_on_host, load_checked, saved
 from .shadow import HOOKS
-from .trace_context import raw_step, untraced
+from .trace_context import untraced
 
 
 class MPOptimizer(Optimizer):

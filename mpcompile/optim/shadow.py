@@ -18,10 +18,9 @@ from torch.optim import Optimizer
 
 from ..errors import CannotRewrite
 from ..ir.step_config import Slot
-from ..torch_inside.optimizers import unhooked
+from ..torch_inside.optimizers import raw_step, unhooked
 from .masters import entries_of
 from .members import Member, Setting, is_list
-from .trace_context import raw_step
 
 # Settings that are inputs of the graph, or that are chosen here.
 _NOT_READ = ("params", "foreach", "fused", "capturable")

@@ -13,7 +13,6 @@ import torch
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
-from ..torch_inside.optimizers import without_wrappers
 from ..torch_inside.replace import Spot, put
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -23,14 +22,6 @@ def untraced(method: F) -> F:
     """`torch.compiler.disable`, but the method keeps its type for callers: torch gives none."""
     disabled: F = torch.compiler.disable(method)
     return disabled
-
-
-def raw_step(cls: type[Optimizer]) -> Callable[..., Any]:
-    """`cls.step` without torch's own wrappers (profiling and hooks, the grad mode switch).
-
-    The user's own decorators stay, also `@torch.no_grad()`.
-    """
-    return without_wrappers(cls.step)
 
 
 @contextlib.contextmanager

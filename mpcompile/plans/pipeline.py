@@ -15,7 +15,7 @@ from pathlib import Path
 from torch import fx
 
 from .. import logs
-from ..ir import spec
+from ..ir import copied, spec
 from ..ir.inputs import GraphInputs
 from ..passes.graph.classify import classify
 from ..passes.graph.clean import clean
@@ -135,14 +135,6 @@ class Planned:
     rewritten: fx.GraphModule
 
 
-def _copied(gm: fx.GraphModule) -> fx.GraphModule:
-    graph = fx.Graph()
-    copies: dict[fx.Node, fx.Node] = {}
-    output = graph.graph_copy(gm.graph, copies)
-    graph.output(output)
-    return fx.GraphModule(gm, graph)
-
-
 def verify(gm: fx.GraphModule, stage: str) -> None:
     """Raise `SpecError`, naming the pass `stage`, if the graph breaks a promise that holds now."""
     spec.verify(gm, stage, [pass_.__name__ for pass_ in PASSES])
@@ -174,12 +166,12 @@ def run(
     record = Dump(dump) if dump is not None else None
     if record:
         record.stage("captured", gm, captured_in)
-    before, as_captured = lines_of(gm.graph), _copied(gm)
+    before, as_captured = lines_of(gm.graph), copied(gm)
     for pass_ in PASSES:
         if (name := pass_.__name__) in disabled:
             continue
         if pass_ is FOLDING[0]:
-            decided, rewritten = plan_of(gm.graph, config, before), _copied(gm)
+            decided, rewritten = plan_of(gm.graph, config, before), copied(gm)
         start = time.perf_counter()
         has_changed = pass_(gm, config)
         seconds[name] = time.perf_counter() - start

@@ -31,7 +31,7 @@ from ..capture.provenance import names_in
 from ..capture.surroundings import around_now, noting_regions
 from ..compiler.backend import planned_or_why, why_left
 from ..compiler.plan_graph import Facts, Planned
-from ..compiler.training import scale_for
+from ..compiler.training import fp32_parameters, scale_for
 from ..devices.cuda import AbsentGPU
 from ..devices.gpus import gpu
 from ..errors import MPCompileError, MPCompileWarning, in_one_line
@@ -274,8 +274,7 @@ class Planner:
             return {}
         held = {
             i: x
-            for i, x in enumerate(originals)
-            if isinstance(x, nn.Parameter) and x.dtype is torch.float32
+            for i, x in fp32_parameters(originals).items()
             if self.mp_optimizer or parameters.owner_of(x) is not None
         }
         if self.absent is not None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ..devices.tensor_cores import TensorCores as TensorCores
+from ..devices.capabilities import TensorCores as TensorCores
 from ..errors import MPCompileError, did_you_mean
 from ..profile.cost_model import Profile
 from . import policy_file

@@ -19,8 +19,6 @@ from ..torch_inside.names import get_code_state
 from .left_to_python import entry
 from .owned_backend import compiled_by
 
-__all__ = ["compiled_apart", "nothing_compiled", "nothing_happened"]
-
 _numbers = itertools.count()
 
 

@@ -22,8 +22,6 @@ from ..torch_inside.dynamo import whole_of
 from ..torch_inside.names import get_compilation_metrics
 from ..torch_inside.private_names import MissingInTorch
 
-__all__ = ["compiled", "look"]
-
 _Code = tuple[str, str, int]  # a function's name, its file and first line
 
 _LIMIT = "recompile limit"

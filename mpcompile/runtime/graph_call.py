@@ -26,8 +26,6 @@ from ..torch_inside.distributed import active_ddp
 from .repair import NotedCall, Repairable, repair
 from .stays_finite import watching
 
-__all__ = ["Emitted", "check_constants", "constants_of", "is_leaf", "wrapped"]
-
 Function = Callable[..., Any]
 
 

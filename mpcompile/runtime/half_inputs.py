@@ -19,8 +19,6 @@ from ..ir.dtypes import HALF
 from ..torch_inside.names import pytree
 from ..torch_inside.tensors import version
 
-__all__ = ["refuse_written", "widened", "widens_inputs"]
-
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 

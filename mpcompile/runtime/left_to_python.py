@@ -38,8 +38,6 @@ from ..torch_inside.modules import compiled_call, plain_call, set_compiled_call
 from .outside_products import Outside
 from .owned_backend import with_own_code
 
-__all__ = ["ProductsCheck", "enter_by_itself", "entry", "looked_into", "shared_entry"]
-
 CompilePart = Callable[[nn.Module], Callable[..., Any]]
 
 _numbers = itertools.count()

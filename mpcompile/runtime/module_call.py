@@ -50,9 +50,6 @@ from .owned_backend import compiled_by
 from .regions import Regions, hooks_of
 from .sharded_call import between_hooks, ends_graph, own_forward, parts_of
 
-__all__ = ["ModuleCall", "compiled_part", "running"]
-
-
 _AS_IT_IS = contextlib.nullcontext()
 _REASON = "mpcompile() has compiled this by itself"
 

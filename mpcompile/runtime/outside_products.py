@@ -27,8 +27,6 @@ from ..capture.breaks import skipped_since, skips
 from ..ir import hint, tensors_of
 from ..torch_inside.names import TorchDispatchMode, current_mode, current_node
 
-__all__ = ["Outside", "aside", "counted"]
-
 _WIDE = (torch.float32, torch.float64)
 _REENTRANT = CheckpointFunction.forward.__code__  # what is called by its frame isn't compiled
 

@@ -22,8 +22,6 @@ from ..lower.tracing_settings import check_set, take_back
 from ..torch_inside.dynamo import drop_compiled, traced_code
 from ..torch_inside.names import cache_entries, compile_lock, dynamo_config
 
-__all__ = ["compiled_by", "drop_unused", "with_own_code"]
-
 # Dynamo compiles a function 8 times, unless it is told another limit. Training, evaluation and
 # inference mode, each in fixed and in changing sizes, are six of these; each block that is
 # unfrozen, and each size with dynamic=False, is another.

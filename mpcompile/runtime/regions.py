@@ -31,8 +31,6 @@ from ..torch_inside.modules import compiled_call, hooks_around, set_compiled_cal
 from ..torch_inside.names import compile_lock, dynamo_config
 from .sharded_call import ends_graph
 
-__all__ = ["Regions", "hooks_of"]
-
 Function = Callable[..., Any]
 
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)

@@ -31,8 +31,6 @@ from ..scaling import guard
 from ..scaling.loss_scale import LossScale
 from ..torch_inside.names import reset_code
 
-__all__ = ["NotedCall", "Repairable", "repair"]
-
 # What is not finite. What comes later follows from what comes before.
 _SERIOUS = (FaultKind.OVERFLOW, FaultKind.OWN, FaultKind.BACKWARD)
 

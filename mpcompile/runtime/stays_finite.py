@@ -42,8 +42,6 @@ from ..scaling.async_read import AsyncRead, HostBuffers
 from ..torch_inside.names import FakeTensor, is_functorch_wrapped_tensor
 from ..torch_inside.tensors import sparse_values
 
-__all__ = ["StepFiniteCheck", "watching"]
-
 PAUSE = 1000  # times as long as a look took: so long none is taken
 _DIAGNOSE = "mpcompile.diagnose(model, inputs, loss_fn=...) names the operator that makes it"
 

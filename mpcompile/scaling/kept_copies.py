@@ -32,8 +32,6 @@ from ..torch_inside.tensors import holders, storage_of
 from . import copies
 from .copies import MasterWeight, WorkingCopy
 
-__all__ = ["KeptCopies", "KeptWeight", "copy_of", "follow_grad_mode", "is_kept", "stored_shape"]
-
 
 class KeptWeight(MasterWeight):
     """A parameter of a module that evaluates. It has its copies, by dtype and shape: what they are

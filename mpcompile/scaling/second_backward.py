@@ -28,12 +28,10 @@ from torch.autograd.graph import Node
 
 from ..errors import MPCompileError
 from ..ir.fakes import duplicate
-from ..ir.units import grad_fns
+from ..ir.units import between, grad_fns
 from ..torch_inside.inductor import CopiedContext, is_compiled
 from ..torch_inside.names import keeps_graph
 from ..torch_inside.tensors import for_each_sample, function_of
-
-__all__ = ["notice", "noticed", "of_compiled"]
 
 Gradients = tuple[Tensor | None, ...]
 _WRAPPED = "mpcompile_wrapped"  # on a class of AOTAutograd's: its backward is
@@ -52,29 +50,15 @@ def of_compiled(run: Callable[..., Any]) -> Callable[..., Any]:
         before = grad_fns(args)
         results = run(*args)
         known = True
-        # An input that the graph wrote to has a new history, too.
-        for function in _compiled(grad_fns((*results, *args)), before):
-            if _WRAPPED not in vars(function):
+        # An input that the graph wrote to has a new history, too; and what AOTAutograd returns may
+        # be a view of what its class returned.
+        for node in between(grad_fns((*results, *args)), before):
+            function = function_of(node)
+            if is_compiled(function) and _WRAPPED not in vars(function):
                 _wrap_backward(function)
         return results
 
     return graph
-
-
-def _compiled(nodes: set[Node], before: set[Node]) -> set[Any]:
-    """AOTAutograd's classes between the results of a graph and the histories of its inputs. (What
-    it returns may be a view of what the class returned.)
-    """
-    found, seen, left = set(), set(before), list(nodes)
-    while left:
-        node = left.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        if is_compiled(function := function_of(node)):
-            found.add(function)
-        left += [below for below, _ in node.next_functions if below is not None]
-    return found
 
 
 def _wrap_backward(function: Any) -> None:

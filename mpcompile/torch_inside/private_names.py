@@ -21,8 +21,6 @@ import torch
 
 from ..errors import CannotRewrite, MPCompileError
 
-__all__ = ["GONE", "MissingInTorch", "Part", "gone", "needed_for", "refuse", "why_off"]
-
 
 class Part(enum.Enum):
     """What can't do without a name; the value says what happens where the name is gone."""

@@ -24,8 +24,6 @@ import torch
 
 from .private_names import MissingInTorch
 
-__all__ = ["Replacement", "Spot", "calls_of", "method", "put", "reads_of"]
-
 Function = Callable[..., Any]
 Wrap = Callable[[Function], Function]
 Undo = Callable[[], None]

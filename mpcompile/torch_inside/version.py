@@ -10,19 +10,8 @@ import re
 import sys
 import warnings
 from pathlib import Path
-from typing import NoReturn
 
 from ..errors import MPCompileError, MPCompileWarning
-
-__all__ = [
-    "NEWEST",
-    "OLDEST",
-    "RANGE",
-    "check_torch_version",
-    "is_untested",
-    "warn_if_untested",
-    "warn_of_version",
-]
 
 OLDEST = (2, 12)
 NEWEST = (2, 14)  # that mpcompile was tested with; a newer one is warned of
@@ -31,7 +20,7 @@ RANGE = f">={OLDEST[0]}.{OLDEST[1]}"
 
 def check_torch_version(version: str) -> None:
     """Raise `MPCompileError` for a torch below `OLDEST`."""
-    if _release(version) < OLDEST:
+    if release(version) < OLDEST:
         raise MPCompileError(
             f"mpcompile supports torch{RANGE}; this is torch {version}: install a supported torch"
         )
@@ -39,7 +28,7 @@ def check_torch_version(version: str) -> None:
 
 def is_untested(version: str) -> bool:
     """Whether a torch is newer than `NEWEST`."""
-    return _release(version) > NEWEST
+    return release(version) > NEWEST
 
 
 @functools.lru_cache(maxsize=1)
@@ -65,21 +54,10 @@ def warn_of_version(version: str) -> None:
         warnings.warn(f"mpcompile: {error}", MPCompileWarning, stacklevel=4)
 
 
-def _release(version: str) -> tuple[int, int]:
+def release(version: str) -> tuple[int, int]:
+    """`(2, 13)` of `"2.13.0+cpu"`."""
     match = re.match(r"(\d+)\.(\d+)", version)
     return (int(match[1]), int(match[2])) if match else (0, 0)
-
-
-def _refuse_without_torch() -> NoReturn:
-    text = (
-        f"mpcompile needs torch, which is not installed for {sys.executable}: "
-        f"pip install 'torch{RANGE}', or the build of it that fits your device"
-    )
-    # The script of the command imports the package before it can call anything that would catch.
-    if Path(*sys.argv[:1]).stem == "mpcompile":
-        print(f"mpcompile: {text}", file=sys.stderr)
-        sys.exit(2)
-    raise ModuleNotFoundError(text, name="torch")
 
 
 def _installed() -> str | None:
@@ -87,7 +65,15 @@ def _installed() -> str | None:
     if torch := sys.modules.get("torch"):
         return str(torch.__version__)
     if importlib.util.find_spec("torch") is None:
-        _refuse_without_torch()
+        text = (
+            f"mpcompile needs torch, which is not installed for {sys.executable}: "
+            f"pip install 'torch{RANGE}', or the build of it that fits your device"
+        )
+        # The command's script imports the package before it can call anything that would catch.
+        if Path(*sys.argv[:1]).stem == "mpcompile":
+            print(f"mpcompile: {text}", file=sys.stderr)
+            sys.exit(2)
+        raise ModuleNotFoundError(text, name="torch")
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         return importlib.metadata.version("torch")
     return None

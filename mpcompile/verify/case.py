@@ -15,10 +15,9 @@ import torch
 from torch import fx
 
 from ..devices.torch_faults import GCC_FLAG
+from ..ir import copied
 from ..torch_inside.inductor import setting
 from ..torch_inside.names import compile_inner, inductor_config, tracing
-
-__all__ = ["CURES", "Case", "Cure", "Function", "copied"]
 
 Function = Callable[[list[Any]], Any]
 """A compiled graph, or what stands for it: takes a list of its inputs, which it may empty."""
@@ -69,19 +68,6 @@ class Case:
                 return list(fx.Interpreter(gm).boxed_run(given))
 
         return run
-
-
-def copied(gm: fx.GraphModule) -> fx.GraphModule:
-    """A copy whose nodes have the same names; Inductor changes what it compiles."""
-    graph = fx.Graph()
-    env: dict[fx.Node, fx.Node] = {}
-    result = graph.graph_copy(gm.graph, env)
-    graph.output(result).meta.update(gm.graph.output_node().meta)
-    for old, new in env.items():
-        new.name = old.name
-    copied = fx.GraphModule(gm, graph)
-    copied.meta.update(gm.meta)
-    return copied
 
 
 @dataclass(frozen=True)

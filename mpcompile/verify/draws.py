@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -18,8 +19,6 @@ from torch import fx
 
 from ..devices.registry import RandomState, unchanged
 from ..torch_inside.names import FakeTensorMode, TracingContext, compile_inner, tracing
-
-__all__ = ["draw", "drawing_from", "is_random", "state_of"]
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
@@ -96,9 +95,7 @@ def _numbers(
             return compile_inner(fx.GraphModule({}, graph), [seed.meta["val"]], is_inference=True)
 
     def make(seed: torch.Tensor, size: Sequence[int]) -> torch.Tensor:
-        count = 1
-        for one in size:
-            count *= int(one)
+        count = math.prod(map(int, size))
         # One kernel serves all shapes with as many elements, and shorter ones: a place is a number.
         numbers: torch.Tensor = kernel(1 << max(10, (count - 1).bit_length()))([seed])[0]
         return numbers[:count].reshape(tuple(size))

@@ -18,6 +18,7 @@ from torch import fx
 
 from ..devices.registry import capabilities
 from ..errors import MPCompileError, in_one_line
+from ..ir import copied
 from ..ir.dtypes import HALF
 from ..torch_inside.inductor import donated_inputs
 from ..torch_inside.names import (
@@ -28,13 +29,11 @@ from ..torch_inside.names import (
     compile_fx,
     compile_inner,
 )
-from .case import CURES, Case, Cure, Function, copied
+from .case import CURES, Case, Cure, Function
 from .draws import state_of
-from .reference import why_not, written_inputs
+from .reference import why_not, written_numbers
 from .trial import Found, Trial
 from .verdicts import Verdicts, Verify, key_of
-
-__all__ = ["Verifier", "compile_verified"]
 
 _SHARE, _LEAST = 0.07, 0.5
 """What comparing may take in the first call: of the time in which Inductor compiled, and in
@@ -133,11 +132,8 @@ class FirstCall:
         graph, verdicts = self._case.gm.graph, self._verifier.verdicts
         if (why := why_not(graph)) is not None:
             return self._unverified(inputs, why)
-        places = graph.find_nodes(op="placeholder")
-        written = written_inputs(graph)
-        at = [places.index(node) for node in written]
-        targets = [inputs[number] for number in at]
-        changed = {*(places.index(node) for node in written), *self._case.donated}
+        targets = [inputs[number] for number in written_numbers(graph)]
+        changed = {*written_numbers(graph), *self._case.donated}
         before = [_kept(x) if number in changed else x for number, x in enumerate(inputs)]
         trial = Trial(self._case.gm, before, state_of(graph, inputs), _slow(inputs))
         outputs = list(self._run(inputs))
@@ -148,13 +144,13 @@ class FirstCall:
         except torch.OutOfMemoryError:
             return self._unverified(inputs, "there is too little memory", outputs)
         except Exception as error:  # an operator that can't be run again is no error of the user's
-            if verdicts.always:
+            if verdicts.asked.always:
                 raise
             return self._unverified(inputs, in_one_line(error), outputs)
         if found.wrong:
             return self._cured(trial, found, outputs, targets)
         verdicts.right(self._case.name, found, len(trial.nodes) if part is not None else None)
-        self._open = None if verdicts.always else found.vacuous | found.late
+        self._open = None if verdicts.asked.always else found.vacuous | found.late
         if self._calls >= _CALLS or not self._open:
             self._finish()
         return outputs
@@ -186,7 +182,7 @@ class FirstCall:
             if cure.settings is None:
                 return function
             inputs = [_kept(value) for value in trial.inputs]
-            written = [inputs[number] for number in trial.written]
+            written = [inputs[number] for number in written_numbers(trial.gm.graph)]
             results = [*function(list(inputs)), *written]
             found = trial.compare(results, range(len(results)))
             return None if found.wrong else function
@@ -204,7 +200,7 @@ class FirstCall:
 
     def _finish(self) -> None:
         """Put the code in the place of this, and let go of everything else."""
-        if self._done or self._verifier.verdicts.always:
+        if self._done or self._verifier.verdicts.asked.always:
             return
         self._done = True
         owner = self._owner()

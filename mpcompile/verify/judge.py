@@ -18,8 +18,6 @@ from torch import Tensor
 
 from .reference import Pair
 
-__all__ = ["Errors", "errors_of", "is_vacuous", "off"]
-
 TIMES = 3.0
 _FEW = 64
 """Elements up to which a value's own error is luck: a sum of many that nearly cancelled."""

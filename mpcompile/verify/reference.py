@@ -21,11 +21,11 @@ from torch.fx.node import map_aggregate
 from torch.utils.flop_counter import flop_registry
 
 from ..ir.dtypes import HALF
+from ..ir.edit import all_before
+from ..ir.values import attribute
 from ..torch_inside.graphs import schema_of
 from ..torch_inside.names import pytree
 from .draws import draw, is_random
-
-__all__ = ["Pair", "Reference", "ancestors", "why_not", "written_inputs"]
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
@@ -89,7 +89,7 @@ class Reference:
             end: when it stops, in seconds of `time.perf_counter`.
             least: how many it gives in any case.
         """
-        needed = ancestors(wanted, known)
+        needed = all_before(wanted, known)
         env: dict[fx.Node, Pair] = {}
         nodes = [node for node in gm.graph.nodes if node in needed]
         uses = Counter(arg for node in nodes for arg in node.all_input_nodes)
@@ -102,7 +102,7 @@ class Reference:
                     continue
                 env[node] = self.pair(given[node])
             elif node.op == "get_attr":
-                env[node] = self.pair(_attribute(gm, str(node.target)))
+                env[node] = self.pair(attribute(gm, node))
             elif node in known and node not in wanted:
                 env[node] = self._known(known[node])
             else:
@@ -195,19 +195,6 @@ def _narrows(read: Sequence[Pair], low: Any) -> bool:
     return _is_tensor(low) and any(_eps(pair.low) < _eps(low) for pair in read)
 
 
-def ancestors(nodes: Collection[fx.Node], known: Collection[fx.Node] = ()) -> set[fx.Node]:
-    """These nodes, and all that they depend on, up to those that are known."""
-    found: set[fx.Node] = set()
-    ahead = list(nodes)
-    while ahead:
-        node = ahead.pop()
-        if node not in found:
-            found.add(node)
-            ahead += [n for n in node.all_input_nodes if n not in known or n in nodes]
-            found.update(n for n in node.all_input_nodes if n in known and n not in nodes)
-    return found
-
-
 def is_product(node: fx.Node) -> bool:
     """Whether an operator multiplies matrices, convolves or attends: a library does it."""
     return getattr(node.target, "overloadpacket", None) in flop_registry
@@ -232,6 +219,12 @@ def written_inputs(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
     """The inputs that a graph writes, and the `copy_` that does it."""
     copies = graph.find_nodes(op="call_function", target=aten.copy_.default)
     return {copy.args[0]: copy for copy in copies if _writes_input(copy)}
+
+
+def written_numbers(graph: fx.Graph) -> list[int]:
+    """The numbers of these inputs, in the same order."""
+    places = graph.find_nodes(op="placeholder")
+    return [places.index(node) for node in written_inputs(graph)]
 
 
 def _writes_input(node: fx.Node) -> bool:
@@ -270,13 +263,6 @@ def _narrowed(node: fx.Node, env: Mapping[fx.Node, Pair]) -> Any:
         return pytree.tree_map(lambda w, like: w.to(like) if _is_tensor(w) else w, wide, low)
 
     return map_aggregate((node.args, node.kwargs), value)
-
-
-def _attribute(gm: fx.GraphModule, path: str) -> Any:
-    found: Any = gm
-    for name in path.split("."):
-        found = getattr(found, name)
-    return found
 
 
 def _is_new(node: fx.Node) -> bool:

@@ -10,7 +10,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -21,9 +21,7 @@ from ..devices.registry import RandomState, capabilities
 from . import judge
 from .draws import drawing_from, is_random
 from .judge import Errors
-from .reference import Pair, Reference, ancestors, is_product, written_inputs
-
-__all__ = ["Found", "Trial"]
+from .reference import Pair, Reference, is_product, written_inputs
 
 _JITTERED = 4
 _DEPTH = 6
@@ -75,18 +73,13 @@ class Trial:
         state: RandomState | None,
         slow: frozenset[torch.dtype] = frozenset(),
     ) -> None:
-        self.gm, self.inputs, self._state, self._slow = gm, list(inputs), state, slow
+        self.gm, self.inputs, self._state = gm, list(inputs), state
+        self._reference = Reference(torch.float32, slow=slow)
         written = written_inputs(gm.graph)
         results: Any = gm.graph.output_node().args[0]
         # An input that is written and returned is what was written, such as a count of calls.
         outputs = [written.get(node, node) for node in results]
         self.nodes: list[Any] = [*outputs, *written.values()]
-
-    @property
-    def written(self) -> list[int]:
-        """The numbers of the inputs that the graph writes, in the order of `nodes`."""
-        places = self.gm.graph.find_nodes(op="placeholder")
-        return [places.index(node) for node in written_inputs(self.gm.graph)]
 
     def part_that_fits(self) -> Collection[int] | None:
         """The numbers of the values that can be computed once more in the memory that is free, as
@@ -133,7 +126,7 @@ class Trial:
 
     def uncompiled(self) -> list[Any]:
         """What the call returns and writes, computed operator by operator."""
-        values = self._values(self._reference(torch.float32), set(self._numbers(None)), {})
+        values = self._values(self._reference, set(self._numbers(None)), {})
         low = {node: pair.low for node, pair in values}
         return [low[n] if isinstance(n, fx.Node) else n for n in self.nodes]
 
@@ -142,9 +135,8 @@ class Trial:
     ) -> None:
         known, numbers = self._known(results), self._numbers(only)
         doubtful: dict[int, Errors] = {}
-        reference = self._reference(torch.float32)
         late = {n for some in numbers.values() for n in some}
-        for node, pair in self._values(reference, set(numbers), known, **limits):
+        for node, pair in self._values(self._reference, set(numbers), known, **limits):
             late.difference_update(numbers[node])
             for number in numbers[node]:
                 errors = _errors(results[number], pair)
@@ -166,13 +158,14 @@ class Trial:
         """Compare what seems wrong with FP64, and with other results that rounding may give."""
         numbers = self._numbers(doubtful)
         exact: dict[fx.Node, Any] = {}
-        for node, pair in self._values(self._reference(torch.float64), set(numbers), known):
+        widest = replace(self._reference, wide=torch.float64)
+        for node, pair in self._values(widest, set(numbers), known):
             exact[node] = pair.wide
             for number in numbers[node]:
                 doubtful[number] = _errors(results[number], pair) or Errors((), ())
         for seed in range(_JITTERED):
             numbers = self._numbers([n for n, errors in doubtful.items() if not errors.right])
-            reference = self._reference(torch.float32, torch.Generator().manual_seed(seed))
+            reference = replace(self._reference, jitter=torch.Generator().manual_seed(seed))
             for node, pair in self._values(reference, set(numbers), known):
                 for number in numbers[node]:
                     moved = pair._replace(wide=exact[node])
@@ -215,7 +208,7 @@ class Trial:
         """About what it takes to compute a value, by the bytes that are read and written for it: so
         what is large doesn't use up the time of all others.
         """
-        return sum(map(_bytes, ancestors([node], known))) if isinstance(node, fx.Node) else 0.0
+        return sum(map(_bytes, ir.all_before([node], known))) if isinstance(node, fx.Node) else 0.0
 
     def _kinds(self) -> list[int | None]:
         """For each of `nodes` what it is computed by, from other results, inputs and products; None
@@ -240,9 +233,6 @@ class Trial:
             for n in self.nodes
         ]
 
-    def _reference(self, wide: torch.dtype, jitter: torch.Generator | None = None) -> Reference:
-        return Reference(wide, jitter, self._slow)
-
     def _numbers(self, only: Collection[int] | None) -> dict[fx.Node, list[int]]:
         found: dict[fx.Node, list[int]] = {}
         for number, node in enumerate(self.nodes):
@@ -255,7 +245,7 @@ class Trial:
         """Whether a value depends on random numbers that may have been drawn in another order: by
         torch's own generator, or on a GPU.
         """
-        drawn = filter(is_random, ancestors({node}))
+        drawn = filter(is_random, ir.all_before({node}))
         return any(str(n.target).startswith("aten") or _is_on_device(n) for n in drawn)
 
 
@@ -272,8 +262,8 @@ def _varies(node: fx.Node) -> bool:
     """Whether a value isn't the same in each call, as constants are and counts of what seldom
     happens, such as overflows: the data reaches it by other ways than by comparisons.
     """
-    compared = [n for n in ancestors({node}) if n is not node and _is_bool(n)]
-    return any(n.op == "placeholder" for n in ancestors({node}, compared) if n not in compared)
+    compared = [n for n in ir.all_before({node}) if n is not node and _is_bool(n)]
+    return any(n.op == "placeholder" for n in ir.all_before({node}, compared) if n not in compared)
 
 
 def _is_bool(node: fx.Node) -> bool:
@@ -288,7 +278,7 @@ def _is_on_device(node: fx.Node) -> bool:
 
 def _peak(gm: fx.GraphModule, nodes: Sequence[Any]) -> float:
     """Bytes of values that live together at most, in both runs."""
-    needed = ancestors([n for n in nodes if isinstance(n, fx.Node)])
+    needed = ir.all_before([n for n in nodes if isinstance(n, fx.Node)])
     order = [node for node in gm.graph.nodes if node in needed and node.op != "placeholder"]
     uses = Counter(arg for node in order for arg in node.all_input_nodes)
     live = peak = 0.0

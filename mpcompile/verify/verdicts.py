@@ -36,8 +36,6 @@ from ..torch_inside.names import cache_dir
 from .case import Case, Cure
 from .trial import Found
 
-__all__ = ["Toolchain", "Verdict", "Verdicts", "Verify", "key_of", "say_again", "toolchain"]
-
 
 @dataclass
 class Verify:
@@ -124,16 +122,11 @@ class Verdicts:
         return verdicts
 
     @property
-    def always(self) -> bool:
-        """Whether every call is verified."""
-        return self.asked.always
-
-    @property
     def complete(self) -> bool:
         """Whether every graph is known to be right as Inductor compiles it."""
         cured = any(verdict.cure for verdict in self.known.values())
         known = bool(self.expected) and self.expected <= self.finished
-        return known and not cured and not self.always
+        return known and not cured and not self.asked.always
 
     def expect(self, name: str) -> None:
         """A graph of this name is compiled now."""

@@ -16,7 +16,6 @@ from torch.fx.experimental.symbolic_shapes import (
 )
 
 from .. import ir
-from ..capture.provenance import nobody
 from ..compiler import backend
 from ..errors import CannotRewrite
 from ..optim.members import Setting
@@ -81,7 +80,7 @@ class WholeBackend:
             hooks.say_no_gradient(optimizer, stacklevel=2)
         request = dict(self._options)
         listener = request.pop("_listener", None)
-        names = request.pop("_names", nobody)
+        names = request.pop("_names", dict)
         settings = replace(Settings.parse(request), names=names)
         _check(example_inputs, settings)
         try:

@@ -48,7 +48,9 @@ def fuse_head(gm: fx.GraphModule, config: Config) -> bool:
             _check_precision(linear, loss)
             _check_arguments(linear, loss)
         except _Apart as why:
-            _say(loss, f"not fused with its head: {why}")
+            reason, apart = ir.mark(loss).reason, f"not fused with its head: {why}"
+            if apart not in reason:
+                ir.remark(loss, reason=f"{reason}; {apart}")
             continue
         _fuse(gm.graph, loss, linear, between)
         changed = True
@@ -134,8 +136,3 @@ def _fuse(graph: fx.Graph, loss: fx.Node, linear: fx.Node, between: list[fx.Node
     loss.replace_all_uses_with(fused)
     for node in (loss, *between, linear):
         graph.erase_node(node)
-
-
-def _say(loss: fx.Node, why: str) -> None:
-    if why not in ir.mark(loss).reason:
-        ir.remark(loss, reason=f"{ir.mark(loss).reason}; {why}")

@@ -124,8 +124,9 @@ class _PadPlacer:
         for dim, (now, new) in enumerate(zip(ir.shape(value), shape, strict=True)):
             if not ir.known_equal(now, new):
                 why = f"{now} -> {new}: {_reader(user)} reads the real size"
-                args = (cut, dim, 0, self.sizes.argument(new))
-                cut = self._insert(aten.slice.Tensor, args, f"{value.name}_cut", value, why)
+                args, decision = (cut, dim, 0, self.sizes.argument(new)), ir.added(ir.Role.PAD, why)
+                name = f"{value.name}_cut"
+                cut = ir.insert(aten.slice.Tensor, *args, name=name, like=value, decision=decision)
         return cut
 
     def _laid_out(self, cut: fx.Node, captured: torch.Tensor, like: fx.Node) -> fx.Node:
@@ -149,13 +150,9 @@ class _PadPlacer:
             amounts = amounts[:-2]
         why = f"{', '.join(reversed(changes))} for {_reader(user)}"
         args = (value, amounts)
-        return self._insert(aten.constant_pad_nd.default, args, f"{like.name}_padded", like, why)
-
-    def _insert(
-        self, target: Any, args: tuple[Any, ...], name: str, like: fx.Node, why: str
-    ) -> fx.Node:
-        decision = ir.added(ir.Role.PAD, why)
-        return ir.insert(target, *args, name=name, like=like, decision=decision)
+        pad, decision = aten.constant_pad_nd.default, ir.added(ir.Role.PAD, why)
+        name = f"{like.name}_padded"
+        return ir.insert(pad, *args, name=name, like=like, decision=decision)
 
 
 class _Sizes:

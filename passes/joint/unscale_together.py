@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -250,8 +250,11 @@ def _is_alone(gradient: _Leaving) -> bool:
     """Whether it may be written in place: it lies, without gaps, in memory that one operator has
     made for it, and nothing else shows that memory or reads what was there.
     """
-    first, *further = way = list(_way_up(gradient.scaled))
-    value, made = ir.value(first), way[-1]
+    made, further = gradient.scaled, list[fx.Node]()
+    while made.target in _VIEWS:
+        made = made.all_input_nodes[0]
+        further.append(made)
+    value = ir.value(gradient.scaled)
     return (
         not gradient.is_read
         and all(len(node.users) == 1 for node in further)
@@ -259,14 +262,6 @@ def _is_alone(gradient: _Leaving) -> bool:
         and ir.is_dense(value)
         and value.stride() == ir.value(gradient.unscaled).stride()
     )
-
-
-def _way_up(node: fx.Node) -> Iterator[fx.Node]:
-    """The node and, if it is a view, what it is a view of, up to what made the memory."""
-    yield node
-    while node.target in _VIEWS:
-        node = node.all_input_nodes[0]
-        yield node
 
 
 def _part_of_alone(node: fx.Node) -> bool:

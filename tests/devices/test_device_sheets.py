@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from mpcompile import MPCompileError
+from mpcompile.devices.cuda import AbsentGPU
+from mpcompile.devices.gpus import GPU
 from mpcompile.devices.registry import capabilities, is_supported
-from mpcompile.devices.tensor_cores import cuda_tensor_cores
 
 
 @pytest.mark.parametrize(
@@ -25,7 +26,7 @@ from mpcompile.devices.tensor_cores import cuda_tensor_cores
     ],
 )
 def test_tensor_cores_by_capability(capability: tuple[int, int], name: str, expected: str) -> None:
-    assert cuda_tensor_cores(capability, name) == expected
+    assert AbsentGPU(GPU(name, capability, 1, 1, 1.0, 1.0, 1.0, 1)).units() == expected
 
 
 @pytest.mark.parametrize(

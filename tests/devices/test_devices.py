@@ -17,9 +17,8 @@ from mpcompile import MPCompileError
 from mpcompile.capture.surroundings import around_now
 from mpcompile.compiler.plan_graph import Facts, plan_graph
 from mpcompile.devices import registry
-from mpcompile.devices.capabilities import Capabilities
+from mpcompile.devices.capabilities import Capabilities, TensorCores
 from mpcompile.devices.registry import capabilities
-from mpcompile.devices.tensor_cores import TensorCores
 from mpcompile.errors import MPCompileWarning
 from mpcompile.lower.accumulation import accumulate_in_fp32, check_accumulation
 from mpcompile.lower.joint import JointPasses, joint_passes

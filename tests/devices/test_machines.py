@@ -16,8 +16,8 @@ from repository import ROOT
 from torch import nn
 
 from mpcompile import MPCompileWarning, Policy, compiled_plans, mpcompile
+from mpcompile.devices.capabilities import TensorCores
 from mpcompile.devices.registry import capabilities
-from mpcompile.devices.tensor_cores import TensorCores
 from mpcompile.lower.accumulation import check_accumulation
 from mpcompile.plans import compile_log
 from mpcompile.profile import store

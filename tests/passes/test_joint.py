@@ -36,8 +36,7 @@ from mpcompile.passes.joint.kept_for_backward import (
     keep_written_inputs,
     store_masks_as_bytes,
 )
-from mpcompile.passes.joint.lay_channels_last import lay_channels_last
-from mpcompile.passes.joint.lay_low_images import lay_low_images
+from mpcompile.passes.joint.lay_images import lay_channels_last, lay_low_images
 from mpcompile.passes.joint.lowered_faults import fill_zeros
 from mpcompile.passes.joint.unscale_together import unscale_together
 from mpcompile.passes.joint.widen_weight_gradients import widen_weight_gradients

@@ -13,7 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from mpcompile import ir, mpcompile
 from mpcompile.ir import aten
-from mpcompile.passes.joint.lay_channels_last import lay_channels_last
+from mpcompile.passes.joint.lay_images import lay_channels_last
 
 LAID = torch.ops.prims.inductor_force_stride_order.default
 

@@ -13,7 +13,7 @@ from torch import Tensor, fx
 
 from mpcompile import ir
 from mpcompile.ir import aten
-from mpcompile.passes.joint.lay_low_images import lay_low_images
+from mpcompile.passes.joint.lay_images import lay_low_images
 
 HALVES = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 BACKWARD = aten.convolution_backward.default

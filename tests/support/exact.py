@@ -11,7 +11,7 @@ from torch.fx.node import map_aggregate
 from mpcompile import ir
 from mpcompile.capture.capture import capture
 from mpcompile.capture.surroundings import around_now
-from mpcompile.devices.tensor_cores import TensorCores
+from mpcompile.devices.capabilities import TensorCores
 from mpcompile.ir import aten
 from mpcompile.plans import pipeline
 from mpcompile.rules.policy import Config, Level

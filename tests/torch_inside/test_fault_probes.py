@@ -1,7 +1,6 @@
 """Which faults of torch itself the installed release has: a small program shows each."""
 
 import dataclasses
-import re
 import subprocess
 from collections.abc import Callable
 from typing import Any
@@ -27,6 +26,7 @@ from mpcompile.devices.torch_faults import (
 )
 from mpcompile.torch_inside.inductor import cpp_compiler
 from mpcompile.torch_inside.names import autocast_off
+from mpcompile.torch_inside.version import release
 
 pytestmark = pytest.mark.inside
 
@@ -179,10 +179,6 @@ PROBES: dict[str, tuple[Callable[[], bool], str, Callable[[], bool]]] = {
 }
 
 
-def _number(version: str) -> list[int]:
-    return [*map(int, re.findall(r"\d+", version)[:2])]
-
-
 @pytest.mark.slow("compiles by Inductor, or in processes of their own")
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
 def test_a_release_needs_the_rows_that_name_it(fault: TorchFault) -> None:
@@ -190,7 +186,7 @@ def test_a_release_needs_the_rows_that_name_it(fault: TorchFault) -> None:
     if not can_show():
         pytest.skip("this machine can't show it")
     found = probe()
-    if fault.is_here() and _number(shows) <= _number(VERSION):
+    if fault.is_here() and release(shows) <= release(VERSION):
         assert found, (
             f"torch {VERSION} no longer has {fault.name!r}: set `until` of its row in"
             " mpcompile/devices/torch_faults.py; if no supported release has it, delete the row"
