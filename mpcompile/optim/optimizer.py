@@ -15,7 +15,7 @@ from typing_extensions import Self
 
 from ..errors import CannotRewrite, MPCompileError, MPCompileWarning
 from ..ranks.zero import is_zero, partition_of, step_with
-from ..scaling import guard, parameters
+from ..scaling import optimizer_state, parameters
 from ..scaling.loss_scale import LossScale
 from ..settings import OPTIONS, Emits, Mode
 from ..torch_inside.optimizers import note_step
@@ -109,7 +109,7 @@ class MPOptimizer(Optimizer):
         for name in HOOKS:
             setattr(self, name, getattr(self._inner, name, OrderedDict()))
         self._patch_step_function()
-        guard.skips_by_itself(self)
+        optimizer_state.state_of(self).skips_by_itself = True
         self._connected = check_ranks(self._inner, self._max_grad_norm)
         self._own_scale = self._given_scale or LossScale.static(1.0)
         self._last: LastKey | None = None

@@ -59,11 +59,6 @@ def is_needed() -> bool:
     return bool(_live)
 
 
-def skips_by_itself(optimizer: Optimizer) -> None:
-    """Leave this optimizer's steps alone: they check the gradients themselves."""
-    optimizer_state.state_of(optimizer).skips_by_itself = True
-
-
 def look(optimizer: Optimizer, scale: LossScale, *, upstream: bool = False) -> torch.Tensor | None:
     """See `Overflows.look`. What all ranks have found where the optimizer holds parameters of a
     DDP, which must stay the same on all ranks, and others of this scale, whose gradients each rank

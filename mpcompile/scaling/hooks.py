@@ -62,7 +62,7 @@ def _before_step(
     agreement.before_step(optimizer)
     by_itself = optimizer_state.state_of(optimizer).skips_by_itself
     if is_zero(optimizer):  # this look is also that of the optimizer that it steps
-        guard.skips_by_itself(partition_of(optimizer))
+        optimizer_state.state_of(partition_of(optimizer)).skips_by_itself = True
     place = _place_of_closure(optimizer, args, kwargs)
     _look_for_gradient(optimizer, has_closure=place is not None)
     if place is None:

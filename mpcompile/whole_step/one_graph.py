@@ -21,16 +21,17 @@ from .. import ir
 from ..devices.registry import capabilities
 from ..errors import CannotRewrite
 from ..lower.inference import Function, compile_inference, options_for_joins
-from ..lower.joint import with_joint_passes
+from ..lower.joint import NO_PASSES, joint_passes, with_joint_passes
 from ..lower.replayed import outliving, replays
 from ..lower.write_order import inductor_for
 from ..operators.rnn_layer import IN_A_GRAPH
 from ..planner.target import place_of
+from ..rules.policy import Level
 from ..scaling.loss_scale import LossScale
 from ..settings import Settings
 from ..torch_inside.names import TracingContext, autocast_off
 from ..verify.verdicts import Verify
-from .phases import by_phase, phases_of
+from .phases import by_phase
 from .program import StepProgram
 
 
@@ -59,7 +60,7 @@ def trace(program: StepProgram) -> Traced:
     given = len(program.given)
     results: list[int | tuple[Any]] = []
     unseen: list[LossScale] = []
-    begins: list[int] = []
+    begins: list[int] = []  # how many nodes had been traced when each phase but the first began
 
     def phase() -> None:
         mode = get_proxy_mode()
@@ -89,7 +90,8 @@ def trace(program: StepProgram) -> Traced:
     for node in graph.graph.nodes:
         node.target = IN_A_GRAPH.get(node.target, node.target)
     _check(program, graph.graph)
-    phases = phases_of(graph.graph, begins)
+    # As it was traced, without a node removed.
+    phases = {n: sum(i >= begin for begin in begins) for i, n in enumerate(graph.graph.nodes)}
     graph.graph.eliminate_dead_code()
     graph.recompile()
     count = sum(isinstance(r, int) for r in results)
@@ -138,10 +140,9 @@ def compiled(
         options.setdefault("emulate_precision_casts", True)
     inputs = graph.graph.find_nodes(op="placeholder")
     device = place_of([n.meta["val"] for n in inputs])
-    patches = inductor_for(
-        settings.mode,
-        with_joint_passes({**options_for_joins(graph.graph, device), **options}, program.joint),
-    ).config
+    level, options = settings.level, {**options_for_joins(graph.graph, device), **options}
+    passes = NO_PASSES if level is Level.O0 else joint_passes(level, program.device, whole=True)
+    patches = inductor_for(settings.mode, with_joint_passes(options, passes)).config
     if max(traced.phases.values()) and _is_cut(inputs, device):
         return by_phase(graph, traced.phases, lambda part: _by_inductor(part, (), patches, verify))
     still = [n for n, stay in zip(inputs, stays, strict=True) if stay]

@@ -17,16 +17,6 @@ from torch.fx.passes.split_module import split_module
 from ..lower.inference import Function
 
 
-def phases_of(graph: fx.Graph, begins: Sequence[int]) -> dict[fx.Node, int]:
-    """The phase of each node.
-
-    Args:
-        graph: as it was traced, without a node removed.
-        begins: how many nodes had been traced when each phase but the first began.
-    """
-    return {node: sum(i >= begin for begin in begins) for i, node in enumerate(graph.nodes)}
-
-
 def by_phase(
     gm: fx.GraphModule,
     phases: Mapping[fx.Node, int],
@@ -36,7 +26,7 @@ def by_phase(
 
     Args:
         gm: all of it; it has no symbolic sizes.
-        phases: see above.
+        phases: that of each node.
         compiled: a phase, which returns a tuple of tensors -> its function.
 
     Returns:
