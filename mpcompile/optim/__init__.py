@@ -12,9 +12,7 @@ shadow.py         the object that runs the step while it is traced
 trace_context.py  the context meanwhile
 elementwise.py    whether it may run on shards of parameters
 kinds.py          which parameters it does the same to, and their graph
-step_passes.py    the passes of `passes/step`, in order
-updates.py        what it does to the parameters: traced, and rewritten
-held_settings.py  which settings it reads again each time
+updates.py        what it does to the parameters: traced, and rewritten by `passes/step`
 traced_step.py    a step as graphs, and what it keeps
 decide.py         whether to skip, by what to clip, how the loss scales move
 compiled.py       a graph becomes a function

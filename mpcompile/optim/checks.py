@@ -15,11 +15,11 @@ from ..lower.emitter import check_how, check_inductor
 from ..ranks.shards import Connected, connect
 from ..ranks.zero import is_zero
 from ..scaling.loss_scale import LossScale
+from ..scaling.optimizer_state import parameters_of
 from ..settings import OPTIONS
 from ..torch_inside.distributed import overlaps_backward
 from ..torch_inside.private_names import Part, refuse
 from .masters import is_low
-from .members import parameters_of
 from .trace_context import raw_step
 
 _EXAMPLE = "MPOptimizer(torch.optim.AdamW(model.parameters()))"

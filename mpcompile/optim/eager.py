@@ -84,10 +84,8 @@ def _measured(
     """
     overflows: list[bool] = []
     for k, scale in enumerate(key.scales if key.checked else ()):
-        own = [local(t) for t, g in zip(true, key.gradients, strict=True) if k in g.scales]
-        seen = guard.look(optimizer, scale)
-        overflow = not all(bool(t.isfinite().all()) for t in own)
-        overflows.append(overflow or (seen is not None and bool(seen)))
+        own = [t for t, g in zip(true, key.gradients, strict=True) if k in g.scales]
+        overflows.append(bool(guard.overflowed(own, guard.look(optimizer, scale))))
     shares = [local(t) * g.replicas**-0.5 for t, g in zip(true, key.gradients, strict=True)]
     norm = torch.nn.utils.get_total_norm(shares)
     if key.connected is None:

@@ -15,6 +15,7 @@ from ..ir.fakes import like
 from ..ir.step_config import Slot
 from ..ranks.shards import local, place_gradient
 from ..ranks.zero import partition_of
+from ..scaling.optimizer_state import parameters_of
 from ..torch_inside.names import ConstantSource, FakeTensorMode
 from .masters import entries_of, updated_by
 
@@ -35,11 +36,6 @@ class Member(NamedTuple):
 
 
 Setting = tuple[int, str]  # (index of the param group, name)
-
-
-def parameters_of(optimizer: Optimizer) -> tuple[torch.Tensor, ...]:
-    """All parameters of an optimizer, in the order of its groups."""
-    return tuple(p for group in optimizer.param_groups for p in group["params"])
 
 
 def members_of(optimizer: Optimizer, *, sharded: bool) -> list[Member]:

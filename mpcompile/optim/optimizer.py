@@ -17,6 +17,7 @@ from ..errors import CannotRewrite, MPCompileError, MPCompileWarning
 from ..ranks.zero import is_zero, partition_of, step_with
 from ..scaling import optimizer_state, parameters
 from ..scaling.loss_scale import LossScale
+from ..scaling.optimizer_state import parameters_of
 from ..settings import OPTIONS, Emits, Mode
 from ..torch_inside.optimizers import note_step
 from .checks import check, check_arguments, check_group, check_ranks
@@ -25,7 +26,7 @@ from .compiled_steps import CompiledSteps, LastKey
 from .eager import eager_step, is_op_by_op
 from .first_state import initialise_state, move_scalar_state
 from .key import StepKey
-from .members import members_of, parameters_of
+from .members import members_of
 from .reports import Results, held_by
 from .rests_on import of_key
 from .saved import SavedScales, counters_on_host, load_checked, saved

@@ -42,7 +42,7 @@ def look_for_scaler(optimizer: Optimizer) -> None:
     state = optimizer_state.state_of(optimizer)
     if state.looked_for_scaler:
         return
-    held = optimizer_state.held_parameters(optimizer)
+    held = optimizer_state.parameters_of(optimizer)
     if not any(scale.active for p in held for scale in parameters.scales_of(p)):
         return
     state.looked_for_scaler = True

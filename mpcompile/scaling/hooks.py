@@ -162,7 +162,7 @@ def _look_for_gradient(optimizer: Optimizer, *, has_closure: bool) -> None:
     was_looked_for, state.looked_for_gradient = state.looked_for_gradient, True
     if was_looked_for or has_closure:
         return
-    held = optimizer_state.held_parameters(optimizer)
+    held = optimizer_state.parameters_of(optimizer)
     ours = state.skips_by_itself or any(parameters.scales_of(p) for p in held)
     if ours and held and all(p.grad is None for p in held):
         say_no_gradient(optimizer, stacklevel=6)

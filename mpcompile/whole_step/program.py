@@ -22,6 +22,7 @@ from torch import fx
 from .. import ir
 from ..errors import CannotRewrite
 from ..ir.fakes import fake_twin
+from ..lower.sections import bind
 from ..optim.members import Setting
 from ..planner.target import place_of
 from ..rules.policy import Level
@@ -36,7 +37,7 @@ from .parts import StepPart, cut, last_steps, listed
 from .tracing import optimizer_of
 from .update import Update, emit_late
 
-Varying = Callable[[Any], frozenset[Setting]]
+Varying = Mapping[Any, frozenset[Setting]]  # by optimizer
 
 
 @dataclass
@@ -133,7 +134,8 @@ class StepProgram:
             real = [self._real[p] for p in params]
             arrived = [running.env[grad] for grad in grads]
             late = emit_late(self.device, len(real), self._settings) if part in self._last else None
-            update = Update(optimizer, real, arrived, self._varying(optimizer), self.held, late)
+            varying = self._varying.get(optimizer, frozenset())
+            update = Update(optimizer, real, arrived, varying, self.held, late)
             self.made.append(update)
             return update
         return None
@@ -301,14 +303,10 @@ class Writes(TorchDispatchMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        declared = schema(func).arguments
-        given = {**{a.name: x for a, x in zip(declared, args, strict=False)}, **kwargs}
-        for argument in declared:
-            if argument.is_write and argument.name in given:
-                value = given[argument.name]
-                for one in value if isinstance(value, (list, tuple)) else [value]:
-                    if isinstance(one, torch.Tensor):
-                        self._memory.add(storage_of(one))
+        given = bind(func, args, kwargs)
+        for argument in schema(func).arguments:
+            if argument.is_write:
+                self._memory.update(map(storage_of, ir.tensors_of(given.get(argument.name))))
         return func(*args, **kwargs)
 
     def __contains__(self, tensor: torch.Tensor) -> bool:

@@ -27,7 +27,7 @@ from ..optim.fused import fits
 from ..optim.key import StepKey, Stored
 from ..optim.kinds import ParametersMix
 from ..optim.masters import is_low
-from ..optim.members import Member, Setting, parameters_of
+from ..optim.members import Member, Setting
 from ..optim.optimizer import MPOptimizer
 from ..optim.reports import Results
 from ..optim.step import CompiledStep
@@ -37,6 +37,7 @@ from ..ranks.shards import is_sharded
 from ..scaling import hooks, optimizer_state
 from ..scaling.copies import WorkingCopy
 from ..scaling.loss_scale import LossScale
+from ..scaling.optimizer_state import parameters_of
 from ..scaling.overflows import Count
 from ..settings import Settings
 from ..torch_inside.names import autocast_off

@@ -85,7 +85,7 @@ class WholeBackend:
         settings = replace(Settings.parse(request), names=names)
         _check(example_inputs, settings)
         try:
-            program = StepProgram(gm, example_inputs, settings, self._varying)
+            program = StepProgram(gm, example_inputs, settings, self.varying)
             traced = one_graph.trace(program)
         except (CannotRewrite, *ON_VALUES) as error:
             if not isinstance(error, ON_VALUES) and not isinstance(error.__cause__, ON_VALUES):
@@ -103,9 +103,6 @@ class WholeBackend:
             if listener is not None:
                 listener(replace(forward.plan, verification=verify))
         return call
-
-    def _varying(self, optimizer: Any) -> frozenset[Setting]:
-        return self.varying.get(optimizer, frozenset())
 
     def _begin(self) -> None:
         self.thread.began = True
