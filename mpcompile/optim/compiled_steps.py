@@ -31,9 +31,8 @@ from . import fused
 from .compiled import Emit
 from .fingerprint import Fingerprint
 from .first_state import initialise_state
-from .key import StepKey
 from .kinds import ParametersMix
-from .members import Setting
+from .members import Setting, StepKey
 from .reports import Results
 from .shadow import StateAppeared
 from .step import CompiledStep

@@ -15,11 +15,11 @@ from torch.optim import Optimizer
 from ..ranks.shards import local
 from ..scaling import guard
 from ..torch_inside.names import autocast_off
+from ..torch_inside.optimizers import without_wrappers
 from .first_state import with_gradients
-from .key import StepKey
 from .masters import follow, in_fp32, is_low
+from .members import StepKey
 from .reports import Results
-from .trace_context import raw_step
 
 
 class _EagerThread(threading.local):
@@ -68,7 +68,7 @@ def eager_step(
         follow(low, [wide[p] for p in low])
         params = [wide.get(m.param, m.param) for m in key.members]
         with with_gradients(params, true), autocast_off():
-            raw_step(type(optimizer))(optimizer)
+            without_wrappers(type(optimizer).step)(optimizer)
         for p in low:
             p.copy_(wide[p])
     # A step may write to the memory of a parameter by way of another tensor, which no count tells.

@@ -7,7 +7,7 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch.optim import Optimizer
@@ -19,19 +19,25 @@ from ..scaling import optimizer_state, parameters
 from ..scaling.loss_scale import LossScale
 from ..scaling.optimizer_state import parameters_of
 from ..settings import OPTIONS, Emits, Mode
-from ..torch_inside.optimizers import note_step
+from ..torch_inside.optimizers import note_step, without_wrappers
 from .checks import check, check_arguments, check_group, check_ranks
 from .compiled import Emit
 from .compiled_steps import CompiledSteps, LastKey
 from .eager import eager_step, is_op_by_op
 from .first_state import initialise_state, move_scalar_state
-from .key import StepKey
-from .members import members_of
+from .members import StepKey, members_of
 from .reports import Results, held_by
 from .rests_on import of_key
 from .saved import SavedScales, counters_on_host, load_checked, saved
 from .shadow import HOOKS
-from .trace_context import raw_step, untraced
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def untraced(method: F) -> F:
+    """`torch.compiler.disable`, but the method keeps its type for callers: torch gives none."""
+    disabled: F = torch.compiler.disable(method)
+    return disabled
 
 
 class MPOptimizer(Optimizer):
@@ -181,7 +187,7 @@ class MPOptimizer(Optimizer):
                 loss = closure()
         note_step(self._inner)  # for its own schedulers
         if is_zero(self._inner):
-            step_with(self._inner, self._step_part, raw_step(type(self._inner)))
+            step_with(self._inner, self._step_part, without_wrappers(type(self._inner).step))
         else:
             self._step_part()
         return loss

@@ -22,8 +22,7 @@ from ..scaling import parameters
 from ..scaling.loss_scale import LossScale
 from ..scaling.optimizer_state import parameters_of
 from .fingerprint import DTYPE_AND_LAYOUT, SHAPE, STRIDE, Alike, Fact, Fingerprint, same
-from .key import Stored
-from .members import Member, members_of
+from .members import Member, Stored, members_of
 from .shadow import own_values
 from .trace import Trace
 

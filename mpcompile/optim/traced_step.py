@@ -23,9 +23,8 @@ from ..scaling import guard
 from ..scaling.copies import holders_beside
 from .fingerprint import Fact
 from .fused import settings_of
-from .key import StepKey
 from .masters import entries_of, is_low, updated_by
-from .members import Member, Setting, has_lr, setting_floats
+from .members import Member, Setting, StepKey, has_lr, setting_floats
 from .reports import Results
 from .rests_on import OfStep
 from .trace import Trace

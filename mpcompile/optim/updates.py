@@ -28,10 +28,9 @@ from ..plans.compile_log import Dump, trace_step
 from ..ranks.shards import local
 from ..scaling.copies import WorkingCopy
 from .elementwise import check_state, refuse_mixing
-from .key import StepKey
 from .kinds import ParametersMix, graph_of_one, kinds_of
 from .masters import entries_of, is_low, updated_by
-from .members import Member, Setting
+from .members import Member, Setting, StepKey
 from .rests_on import OfStep
 from .shadow import own_values
 from .trace import Trace, trace

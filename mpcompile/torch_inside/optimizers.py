@@ -43,7 +43,9 @@ def is_hooked(step: Any) -> bool:
 
 
 def without_wrappers(step: Any) -> Callable[..., Any]:
-    """A step without torch's wrappers: hooks and profiling, the switch of the grad mode."""
+    """A step without torch's wrappers: hooks and profiling, the switch of the grad mode. The user's
+    own decorators stay, also `@torch.no_grad()`.
+    """
     if is_hooked(step):
         step = step.__wrapped__
     if getattr(step, "__code__", None) is not None and step.__code__.co_name == _SWITCH:

@@ -24,10 +24,9 @@ from ..optim.decide import decided, norms_of, written_by_decision
 from ..optim.fingerprint import Fact, Fingerprint
 from ..optim.first_state import gradients_stand_by, initialise_state, with_gradients
 from ..optim.fused import fits
-from ..optim.key import StepKey, Stored
 from ..optim.kinds import ParametersMix
 from ..optim.masters import is_low
-from ..optim.members import Member, Setting
+from ..optim.members import Member, Setting, StepKey, Stored
 from ..optim.optimizer import MPOptimizer
 from ..optim.reports import Results
 from ..optim.step import CompiledStep
