@@ -169,34 +169,27 @@ class Inputs:
             # Each fake has its own memory: `from_tensor` would share memory between fakes of one
             # tensor.
             for i, member in enumerate(members):
-                self._add_member(i, member, strides[i], optimizer)
+                param, updated = member.param, member.updated
+                held = local(updated_by(optimizer, param) if updated else param)
+                if updated:
+                    self.values[Slot("param", i)] = like(held)
+                # The gradient as the optimizer will see it: in the dtype that is updated, with its
+                # own strides.
+                self.values[Slot("grad", i)] = like(held, strides=strides[i])
+                for key, value in entries_of(optimizer, param).items():
+                    if updated and isinstance(value, torch.Tensor):
+                        self.values[Slot("state", i, str(key))] = like(local(value))
             for index in sorted({m.group for m in members if m.updated}):
                 if has_lr(groups[index]):
                     lr = torch.zeros((), dtype=torch.float64, device=members[0].param.device)
                     self.values[Slot("lr", index)] = lr
         for slot, number in setting_floats(groups, varying).items():
-            self._add_number(slot, number)
-
-    def _add_member(
-        self, i: int, member: Member, strides: Sequence[int], optimizer: Optimizer
-    ) -> None:
-        held = local(updated_by(optimizer, member.param) if member.updated else member.param)
-        if member.updated:
-            self.values[Slot("param", i)] = like(held)
-        # The gradient as the optimizer will see it: in the dtype that is updated, with its own
-        # strides.
-        self.values[Slot("grad", i)] = like(held, strides=strides)
-        for key, value in entries_of(optimizer, member.param).items():
-            if member.updated and isinstance(value, torch.Tensor):
-                self.values[Slot("state", i, str(key))] = like(local(value))
-
-    def _add_number(self, slot: Slot, number: float) -> None:
-        source = ConstantSource(str(slot))
-        symbol = self.symbols[slot] = self.shape_env.create_unspecified_symbol(
-            number, source=source, dynamic_dim=DimDynamic.DYNAMIC
-        )
-        made = self.shape_env.create_symfloatnode(symbol, hint=number, source=source)
-        self.values[slot] = made
+            source = ConstantSource(str(slot))
+            symbol = self.symbols[slot] = self.shape_env.create_unspecified_symbol(
+                number, source=source, dynamic_dim=DimDynamic.DYNAMIC
+            )
+            made = self.shape_env.create_symfloatnode(symbol, hint=number, source=source)
+            self.values[slot] = made
 
 
 def has_lr(group: Mapping[str, Any]) -> bool:
