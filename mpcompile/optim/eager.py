@@ -21,18 +21,13 @@ from .masters import follow, in_fp32, is_low
 from .members import StepKey
 from .reports import Results
 
-
-class _EagerThread(threading.local):
-    this_once = False
-
-
-_thread = _EagerThread()
+_thread = threading.local()
 
 
 @contextlib.contextmanager
 def op_by_op() -> Iterator[None]:
     """In this context, no step of an MPOptimizer is compiled."""
-    before, _thread.this_once = _thread.this_once, True
+    before, _thread.this_once = is_op_by_op(), True
     try:
         yield
     finally:
@@ -41,7 +36,7 @@ def op_by_op() -> Iterator[None]:
 
 def is_op_by_op() -> bool:
     """Whether steps run operator by operator now."""
-    return _thread.this_once
+    return getattr(_thread, "this_once", False)
 
 
 def eager_step(

@@ -37,7 +37,6 @@ class CompiledStep:
 
     def __init__(self, traced: TracedStep, emit: Emit, dump: Path | None = None) -> None:
         self.key, self.traced, self.rests_on = traced.key, traced, traced.rests_on
-        self._config = traced.config
         together = any(_is_together(graph, traced.held) for graph in traced.updates)
         shapes = [local(member.param).shape for member in self.key.members]
         self._decision = Decision(
@@ -80,7 +79,7 @@ class CompiledStep:
         if self._decision.is_needed:
             self._decision.run(fresh)
         if self.traced.fused:
-            held, config = self.traced.held, self._config
+            held, config = self.traced.held, self.traced.config
             skip = held[SKIPPED] if config.checked else None
             fused_step(optimizer, skip, held[FACTOR] if config.clipped else None)
         for call in self._calls:

@@ -81,7 +81,7 @@ def skip_if_overflowed(optimizer: Optimizer) -> None:
     """Hide the gradients from the coming step, if any of them must not be used; waits for the
     device. Call `show_hidden` after the step.
     """
-    held = optimizer_state.parameters_of(optimizer)
+    held = optimizer_state.parameters_of(optimizer) if is_needed() else ()
     gradients = [(p, p.grad) for p in held if p.grad is not None]
     if not gradients:
         return

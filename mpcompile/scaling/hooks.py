@@ -67,7 +67,7 @@ def _before_step(
     _look_for_gradient(optimizer, has_closure=place is not None)
     if place is None:
         if not by_itself:
-            _check_gradients(optimizer)
+            guard.skip_if_overflowed(optimizer)
         return None
     # The gradients are made inside the step: check them right after the closure has run. (It may
     # even compile the model, so nothing is known about the parameters before.)
@@ -129,15 +129,10 @@ def _checked_closure(
         loss = closure(*args, **kwargs)
         agreement.before_step(optimizer)
         if not by_itself:
-            _check_gradients(optimizer)
+            guard.skip_if_overflowed(optimizer)
         return loss
 
     return run
-
-
-def _check_gradients(optimizer: Optimizer) -> None:
-    if guard.is_needed():
-        guard.skip_if_overflowed(optimizer)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

@@ -89,7 +89,10 @@ class Update:
             )
         # Without one, parameters that no scaled model reads aren't checked.
         own = None if ours is None else ours._own_scale
-        self._key = key = _key(inner, own, params, arrived)
+        index = {id(p): i for i, group in enumerate(inner.param_groups) for p in group["params"]}
+        members = [Member(index[id(p)], p) for p in params]
+        arriving = [Stored(g.dtype, g.stride()) for g in arrived]
+        self._key = key = StepKey.of(members, own, arriving=arriving)
         self.scales = key.scales
         given = None if ours is None else ours._given_scale
         if given is not None and any(scale is not given for scale in self.scales):
@@ -285,17 +288,3 @@ def _kept(numbers: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         for i, number in zip(alike, vector.unbind(), strict=True):
             found[i] = number
     return found
-
-
-def _key(
-    optimizer: Optimizer,
-    own: LossScale | None,
-    params: Sequence[torch.Tensor],
-    arrived: Sequence[torch.Tensor],
-) -> StepKey:
-    """What a step over these parameters is traced for."""
-    groups = optimizer.param_groups
-    index = {id(p): i for i, group in enumerate(groups) for p in group["params"]}
-    members = [Member(index[id(p)], p) for p in params]
-    arriving = [Stored(g.dtype, g.stride()) for g in arrived]
-    return StepKey.of(members, own, arriving=arriving)
