@@ -78,7 +78,8 @@ class Update:
         self.inner = inner = optimizer if ours is None else ours.inner
         self._results = Results() if ours is None else ours._results
         self._dump = None if ours is None else ours._dump
-        if (ours and ours._connected is not None) or any(map(is_sharded, params)):
+        shared = ours is not None and ours._connected is not None
+        if shared or any(map(is_sharded, params)):
             raise CannotRewrite("several processes hold the parameters")
         if any(g.layout is not torch.strided for g in arrived):
             raise CannotRewrite("a gradient is sparse")
