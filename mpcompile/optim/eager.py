@@ -21,13 +21,18 @@ from .masters import follow, in_fp32, is_low
 from .members import StepKey
 from .reports import Results
 
-_thread = threading.local()
+
+class _EagerThread(threading.local):
+    this_once = False
+
+
+_thread = _EagerThread()
 
 
 @contextlib.contextmanager
 def op_by_op() -> Iterator[None]:
     """In this context, no step of an MPOptimizer is compiled."""
-    before, _thread.this_once = is_op_by_op(), True
+    before, _thread.this_once = _thread.this_once, True
     try:
         yield
     finally:
@@ -36,7 +41,7 @@ def op_by_op() -> Iterator[None]:
 
 def is_op_by_op() -> bool:
     """Whether steps run operator by operator now."""
-    return getattr(_thread, "this_once", False)
+    return _thread.this_once
 
 
 def eager_step(
