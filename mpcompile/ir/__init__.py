@@ -16,6 +16,7 @@ from .edit import (
     cut,
     first_call,
     insert,
+    module_of,
     new_call,
     operands,
     position_of,

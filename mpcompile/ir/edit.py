@@ -12,7 +12,7 @@ from torch import fx
 from torch.fx.node import map_arg
 from torch.utils.checkpoint import CheckpointPolicy
 
-from ..torch_inside.graphs import schema, set_source, source_of
+from ..torch_inside.graphs import schema, set_source, set_sources, source_of, sources_of
 from ..torch_inside.names import enable_python_dispatcher
 from .marks import Mark, set_mark
 from .shapes import Path
@@ -174,6 +174,14 @@ def copied(gm: fx.GraphModule) -> fx.GraphModule:
     made = fx.GraphModule(gm, graph)
     made.meta.update(gm.meta)
     return made
+
+
+def module_of(graph: fx.Graph, gm: fx.GraphModule) -> fx.GraphModule:
+    """A part of Dynamo's graph `gm` with the notes that AOTAutograd reads from Dynamo's graphs."""
+    part = fx.GraphModule(gm, graph)
+    part.meta = dict(gm.meta)
+    set_sources(part, sources_of(gm))
+    return part
 
 
 def all_before(nodes: Iterable[fx.Node], known: Collection[fx.Node] = ()) -> set[fx.Node]:

@@ -17,7 +17,7 @@ from .. import ir
 from ..errors import CannotRewrite
 from ..ir.targets import ENTER_AUTOCAST, SET_GRAD_ENABLED
 from ..rules import RNN_OPS
-from ..torch_inside.graphs import schema, set_sources, sources_of
+from ..torch_inside.graphs import schema
 
 aten = torch.ops.aten
 
@@ -101,13 +101,7 @@ def outline(gm: fx.GraphModule, section: Section, base: bool) -> fx.GraphModule:
     elif not section.island and grad is not base:
         graph.call_function(SET_GRAD_ENABLED, (base,))
     graph.output(tuple(new[node] for node in section.outputs))
-
-    piece = fx.GraphModule(gm, graph)
-    piece.meta = dict(gm.meta)
-    sources = sources_of(gm)
-    names = [name for name, _ in (*piece.named_parameters(), *piece.named_buffers())]
-    set_sources(piece, {name: sources[name] for name in names})
-    return piece
+    return ir.module_of(graph, gm)
 
 
 def _make_dense(graph: fx.Graph, rnn: fx.Node, new: dict[fx.Node, fx.Node]) -> None:

@@ -2,19 +2,15 @@
 
 optimizer.py      MPOptimizer, what users see
 checks.py         what it refuses
-key.py            what a step is compiled for
 fingerprint.py    whether what something was made from is still so
 rests_on.py       the fingerprints of a step
-members.py        the parameters of a step, and the inputs of its graph
+members.py        the parameters of a step, what it is compiled for, and the inputs of its graph
 masters.py        FP32 masters of parameters that are stored low
 trace.py          the optimizer's own step becomes a graph
 shadow.py         the object that runs the step while it is traced
-trace_context.py  the context meanwhile
 elementwise.py    whether it may run on shards of parameters
 kinds.py          which parameters it does the same to, and their graph
-step_passes.py    the passes of `passes/step`, in order
-updates.py        what it does to the parameters: traced, and rewritten
-held_settings.py  which settings it reads again each time
+updates.py        what it does to the parameters: traced, and rewritten by `passes/step`
 traced_step.py    a step as graphs, and what it keeps
 decide.py         whether to skip, by what to clip, how the loss scales move
 compiled.py       a graph becomes a function

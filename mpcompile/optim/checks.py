@@ -15,12 +15,12 @@ from ..lower.emitter import check_how, check_inductor
 from ..ranks.shards import Connected, connect
 from ..ranks.zero import is_zero
 from ..scaling.loss_scale import LossScale
+from ..scaling.optimizer_state import parameters_of
 from ..settings import OPTIONS
 from ..torch_inside.distributed import overlaps_backward
-from ..torch_inside.optimizers import raw_step
+from ..torch_inside.optimizers import without_wrappers
 from ..torch_inside.private_names import Part, refuse
 from .masters import is_low
-from .members import parameters_of
 
 _EXAMPLE = "MPOptimizer(torch.optim.AdamW(model.parameters()))"
 
@@ -107,7 +107,7 @@ def check(
 
 def needs_closure(cls: type[Optimizer]) -> bool:
     """Whether a step runs the model by itself, perhaps several times, as that of LBFGS."""
-    closure = inspect.signature(raw_step(cls)).parameters.get("closure")
+    closure = inspect.signature(without_wrappers(cls.step)).parameters.get("closure")
     return closure is not None and closure.default is inspect.Parameter.empty
 
 

@@ -31,9 +31,8 @@ from . import fused
 from .compiled import Emit
 from .fingerprint import Fingerprint
 from .first_state import initialise_state
-from .key import StepKey
 from .kinds import ParametersMix
-from .members import Setting
+from .members import Setting, StepKey
 from .reports import Results
 from .shadow import StateAppeared
 from .step import CompiledStep
@@ -107,7 +106,12 @@ class CompiledSteps:
             try:
                 traced = self._traced(key, part, again=known is not None)
             except StateAppeared:
-                _log_by_operator(part, key)
+                logs.event(
+                    "optim", logging.INFO, "by_operator",
+                    "a step of %(optimizer)s over %(parameters)d parameters runs operator by "
+                    "operator, because it makes the optimizer's state; the next one is compiled",
+                    optimizer=type(part).__name__, parameters=len(key.members),
+                )  # fmt: skip
                 return None
             if traced is None:
                 self._warn_of_too_many(part)
@@ -208,9 +212,6 @@ def _is_whole(key: StepKey) -> bool:
     return capabilities(key.members[0].param.device).multi_tensor
 
 
-# -- what is logged --------------------------------------------------------------------------------
-
-
 def _why(optimizer: Optimizer, step: CompiledStep | None, others: Collection[StepKey]) -> str:
     """Why a step is to be compiled, though there was `step` for its key, or one for `others`."""
     if step is not None:
@@ -218,12 +219,3 @@ def _why(optimizer: Optimizer, step: CompiledStep | None, others: Collection[Ste
     if others:
         return "gradients, parameters or loss scales for which none was compiled yet"
     return "none was compiled yet, or a state was loaded"
-
-
-def _log_by_operator(optimizer: Optimizer, key: StepKey) -> None:
-    logs.event(
-        "optim", logging.INFO, "by_operator",
-        "a step of %(optimizer)s over %(parameters)d parameters runs operator by operator, because "
-        "it makes the optimizer's state; the next one is compiled",
-        optimizer=type(optimizer).__name__, parameters=len(key.members),
-    )  # fmt: skip

@@ -15,10 +15,10 @@ from torch.optim import Optimizer
 from ..ranks.shards import local
 from ..scaling import guard
 from ..torch_inside.names import autocast_off
-from ..torch_inside.optimizers import raw_step
+from ..torch_inside.optimizers import without_wrappers
 from .first_state import with_gradients
-from .key import StepKey
 from .masters import follow, in_fp32, is_low
+from .members import StepKey
 from .reports import Results
 
 
@@ -68,7 +68,7 @@ def eager_step(
         follow(low, [wide[p] for p in low])
         params = [wide.get(m.param, m.param) for m in key.members]
         with with_gradients(params, true), autocast_off():
-            raw_step(type(optimizer))(optimizer)
+            without_wrappers(type(optimizer).step)(optimizer)
         for p in low:
             p.copy_(wide[p])
     # A step may write to the memory of a parameter by way of another tensor, which no count tells.
@@ -84,10 +84,8 @@ def _measured(
     """
     overflows: list[bool] = []
     for k, scale in enumerate(key.scales if key.checked else ()):
-        own = [local(t) for t, g in zip(true, key.gradients, strict=True) if k in g.scales]
-        seen = guard.look(optimizer, scale)
-        overflow = not all(bool(t.isfinite().all()) for t in own)
-        overflows.append(overflow or (seen is not None and bool(seen)))
+        own = [t for t, g in zip(true, key.gradients, strict=True) if k in g.scales]
+        overflows.append(bool(guard.overflowed(own, guard.look(optimizer, scale))))
     shares = [local(t) * g.replicas**-0.5 for t, g in zip(true, key.gradients, strict=True)]
     norm = torch.nn.utils.get_total_norm(shares)
     if key.connected is None:

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from ..scaling.optimizer_state import parameters_of
 from ..torch_inside.optimizers import init_group
 from .masters import in_fp32, make_masters, zeros_like
-from .members import Member, parameters_of
+from .members import Member
 
 
 def initialise_state(optimizer: Optimizer, members: Sequence[Member]) -> None:

@@ -14,9 +14,8 @@ import torch
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 from .. import ir
-from ..torch_inside.optimizers import raw_step
-from .key import StepKey
-from .members import Member
+from ..torch_inside.optimizers import without_wrappers
+from .members import Member, StepKey
 
 _CLASSES = (Adagrad, Adam, AdamW, SGD)
 
@@ -88,7 +87,7 @@ def fused_step(
         vars(optimizer).update(given)
         for group, _ in asked:
             group["fused"] = True
-        raw_step(type(optimizer))(optimizer)
+        without_wrappers(type(optimizer).step)(optimizer)
     finally:
         for group, before in asked:
             group["fused"] = before

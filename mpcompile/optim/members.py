@@ -1,8 +1,10 @@
-"""The parameters that take part in a step, and the inputs of its graph."""
+"""The parameters that take part in a step, what it is compiled for, and the inputs of its graph."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import sympy
@@ -12,9 +14,13 @@ from torch.optim import Optimizer
 
 from ..errors import MPCompileError
 from ..ir.fakes import like
-from ..ir.step_config import Slot
-from ..ranks.shards import local, place_gradient
+from ..ir.step_config import Gradient, Slot
+from ..ranks.shards import Connected, layout_of, local, place_gradient
 from ..ranks.zero import partition_of
+from ..scaling import copies, parameters
+from ..scaling.copies import WorkingCopy
+from ..scaling.loss_scale import LossScale
+from ..scaling.optimizer_state import parameters_of
 from ..torch_inside.names import ConstantSource, FakeTensorMode
 from .masters import entries_of, updated_by
 
@@ -35,11 +41,6 @@ class Member(NamedTuple):
 
 
 Setting = tuple[int, str]  # (index of the param group, name)
-
-
-def parameters_of(optimizer: Optimizer) -> tuple[torch.Tensor, ...]:
-    """All parameters of an optimizer, in the order of its groups."""
-    return tuple(p for group in optimizer.param_groups for p in group["params"])
 
 
 def members_of(optimizer: Optimizer, *, sharded: bool) -> list[Member]:
@@ -68,6 +69,75 @@ def members_of(optimizer: Optimizer, *, sharded: bool) -> list[Member]:
                 )
             members.append(Member(index, param, id(param) in own))
     return members
+
+
+@dataclass(frozen=True)
+class StepKey:
+    """What a step is compiled for: which parameters have a gradient, and how it is stored.
+
+    Attributes:
+        facts: what keys are compared by; all else follows from it.
+        scales: the loss scales of the members' models.
+        connected: the ranks that each hold a part of these parameters, or None.
+        gradients, copies, strides: one entry for each member; the strides are those of its gradient
+            as this rank holds it.
+    """
+
+    facts: tuple[Any, ...]
+    members: tuple[Member, ...] = field(compare=False)
+    scales: tuple[LossScale, ...] = field(compare=False)
+    gradients: tuple[Gradient, ...] = field(compare=False)
+    copies: tuple[WorkingCopy | None, ...] = field(compare=False)
+    strides: tuple[tuple[int, ...], ...] = field(compare=False)
+    connected: Connected | None = field(compare=False)
+
+    @classmethod
+    def of(
+        cls,
+        members: Sequence[Member],
+        own: LossScale | None,
+        connected: Connected | None = None,
+        *,
+        arriving: Sequence[Stored] = (),
+    ) -> StepKey:
+        """The key of a step over these members, which have gradients or will be given those that
+        are `arriving`; `own` scales parameters of no scaled model.
+        """
+        params = [member.param for member in members]
+        others = (own,) if own is not None else ()
+        known = [tuple(parameters.scales_of(p)) or others for p in params]
+        scales = tuple(dict.fromkeys(itertools.chain.from_iterable(known)))
+        stored = arriving or [*map(Stored.of, params)]
+        layouts = [layout_of(p) if connected and connected.countable else None for p in params]
+        gradients = tuple(
+            Gradient(how.dtype, tuple(map(scales.index, some)), layout.replicas if layout else 1)
+            for how, some, layout in zip(stored, known, layouts, strict=True)
+        )
+        held = tuple(next(iter(copies.copies_of(p).values()), None) for p in params)
+        strides = tuple(how.strides for how in stored)
+        who = tuple((id(m.param), m.group, m.updated) for m in members)
+        scaled = tuple(tuple(map(id, some)) for some in known)
+        rules = tuple((id(scale), scale.rule) for scale in scales)
+        facts = (who, gradients, scaled, tuple(map(id, held)), strides, rules, connected)
+        return cls(facts, tuple(members), scales, gradients, held, strides, connected)
+
+    @property
+    def checked(self) -> bool:
+        """Whether a gradient that is not finite skips the step."""
+        return any(scale.active for scale in self.scales)
+
+
+class Stored(NamedTuple):
+    """How a gradient is stored: its dtype and its strides."""
+
+    dtype: torch.dtype
+    strides: tuple[int, ...]
+
+    @classmethod
+    def of(cls, param: torch.Tensor) -> Stored:
+        """How the gradient of a parameter, which has one, is stored."""
+        grad = local(param.grad)  # type: ignore[arg-type]
+        return cls(grad.dtype, grad.stride())
 
 
 class Inputs:
@@ -99,34 +169,27 @@ class Inputs:
             # Each fake has its own memory: `from_tensor` would share memory between fakes of one
             # tensor.
             for i, member in enumerate(members):
-                self._add_member(i, member, strides[i], optimizer)
+                param, updated = member.param, member.updated
+                held = local(updated_by(optimizer, param) if updated else param)
+                if updated:
+                    self.values[Slot("param", i)] = like(held)
+                # The gradient as the optimizer will see it: in the dtype that is updated, with its
+                # own strides.
+                self.values[Slot("grad", i)] = like(held, strides=strides[i])
+                for key, value in entries_of(optimizer, param).items():
+                    if updated and isinstance(value, torch.Tensor):
+                        self.values[Slot("state", i, str(key))] = like(local(value))
             for index in sorted({m.group for m in members if m.updated}):
                 if has_lr(groups[index]):
                     lr = torch.zeros((), dtype=torch.float64, device=members[0].param.device)
                     self.values[Slot("lr", index)] = lr
         for slot, number in setting_floats(groups, varying).items():
-            self._add_number(slot, number)
-
-    def _add_member(
-        self, i: int, member: Member, strides: Sequence[int], optimizer: Optimizer
-    ) -> None:
-        held = local(updated_by(optimizer, member.param) if member.updated else member.param)
-        if member.updated:
-            self.values[Slot("param", i)] = like(held)
-        # The gradient as the optimizer will see it: in the dtype that is updated, with its own
-        # strides.
-        self.values[Slot("grad", i)] = like(held, strides=strides)
-        for key, value in entries_of(optimizer, member.param).items():
-            if member.updated and isinstance(value, torch.Tensor):
-                self.values[Slot("state", i, str(key))] = like(local(value))
-
-    def _add_number(self, slot: Slot, number: float) -> None:
-        source = ConstantSource(str(slot))
-        symbol = self.symbols[slot] = self.shape_env.create_unspecified_symbol(
-            number, source=source, dynamic_dim=DimDynamic.DYNAMIC
-        )
-        made = self.shape_env.create_symfloatnode(symbol, hint=number, source=source)
-        self.values[slot] = made
+            source = ConstantSource(str(slot))
+            symbol = self.symbols[slot] = self.shape_env.create_unspecified_symbol(
+                number, source=source, dynamic_dim=DimDynamic.DYNAMIC
+            )
+            made = self.shape_env.create_symfloatnode(symbol, hint=number, source=source)
+            self.values[slot] = made
 
 
 def has_lr(group: Mapping[str, Any]) -> bool:

@@ -7,7 +7,7 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch.optim import Optimizer
@@ -15,22 +15,29 @@ from typing_extensions import Self
 
 from ..errors import CannotRewrite, MPCompileError, MPCompileWarning
 from ..ranks.zero import is_zero, partition_of, step_with
-from ..scaling import guard, parameters
+from ..scaling import optimizer_state, parameters
 from ..scaling.loss_scale import LossScale
+from ..scaling.optimizer_state import parameters_of
 from ..settings import OPTIONS, Emits, Mode
-from ..torch_inside.optimizers import note_step, raw_step
+from ..torch_inside.optimizers import note_step, without_wrappers
 from .checks import check, check_arguments, check_group, check_ranks
 from .compiled import Emit
 from .compiled_steps import CompiledSteps, LastKey
 from .eager import eager_step, is_op_by_op
 from .first_state import initialise_state, move_scalar_state
-from .key import StepKey
-from .members import members_of, parameters_of
+from .members import StepKey, members_of
 from .reports import Results, held_by
 from .rests_on import of_key
 from .saved import SavedScales, counters_on_host, load_checked, saved
 from .shadow import HOOKS
-from .trace_context import untraced
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def untraced(method: F) -> F:
+    """`torch.compiler.disable`, but the method keeps its type for callers: torch gives none."""
+    disabled: F = torch.compiler.disable(method)
+    return disabled
 
 
 class MPOptimizer(Optimizer):
@@ -109,7 +116,7 @@ class MPOptimizer(Optimizer):
         for name in HOOKS:
             setattr(self, name, getattr(self._inner, name, OrderedDict()))
         self._patch_step_function()
-        guard.skips_by_itself(self)
+        optimizer_state.state_of(self).skips_by_itself = True
         self._connected = check_ranks(self._inner, self._max_grad_norm)
         self._own_scale = self._given_scale or LossScale.static(1.0)
         self._last: LastKey | None = None
@@ -180,7 +187,7 @@ class MPOptimizer(Optimizer):
                 loss = closure()
         note_step(self._inner)  # for its own schedulers
         if is_zero(self._inner):
-            step_with(self._inner, self._step_part, raw_step(type(self._inner)))
+            step_with(self._inner, self._step_part, without_wrappers(type(self._inner).step))
         else:
             self._step_part()
         return loss

@@ -20,10 +20,9 @@ from ..ranks.shards import is_sharded, local
 from ..ranks.zero import is_zero
 from ..scaling import parameters
 from ..scaling.loss_scale import LossScale
+from ..scaling.optimizer_state import parameters_of
 from .fingerprint import DTYPE_AND_LAYOUT, SHAPE, STRIDE, Alike, Fact, Fingerprint, same
-from .held_settings import HeldSettings
-from .key import Stored
-from .members import Member, members_of, parameters_of
+from .members import Member, Stored, members_of
 from .shadow import own_values
 from .trace import Trace
 
@@ -89,7 +88,7 @@ class OfStep(Fingerprint):
 
     Args:
         traced: it, before any pass; None: a kernel of torch's reads the settings again.
-        settings: those that the graph takes as inputs; others are its `constants`.
+        more: about the settings that the graph takes as inputs; others are its `constants`.
     """
 
     def __init__(
@@ -97,7 +96,6 @@ class OfStep(Fingerprint):
         optimizer: Optimizer,
         members: Sequence[Member],
         traced: Trace | None = None,
-        settings: HeldSettings | None = None,
         *more: Fact,
     ) -> None:
         reads = traced.reads if traced is not None else {}
@@ -109,7 +107,6 @@ class OfStep(Fingerprint):
             State(optimizer, members),
             Memory(members),
             *_marked(optimizer, members),
-            *(settings.facts(optimizer) if settings is not None else ()),
             *more,
         )
 

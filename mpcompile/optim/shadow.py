@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from ..errors import CannotRewrite
 from ..ir.step_config import Slot
-from ..torch_inside.optimizers import raw_step, unhooked
+from ..torch_inside.optimizers import unhooked, without_wrappers
 from .masters import entries_of
 from .members import Member, Setting, is_list
 
@@ -93,7 +93,7 @@ class Shadow:
         ]
         settings = [_plain_values(dict(group)) for group in optimizer.param_groups]
         with _nothing_else(self.optimizer):
-            raw_step(type(self.optimizer))(optimizer)
+            without_wrappers(type(self.optimizer).step)(optimizer)
         _refuse_changes("attribute", self.attributes, _plain_values(_own_attributes(optimizer)))
         for before, group in zip(settings, optimizer.param_groups, strict=True):
             _refuse_changes("setting of its param group", before, _plain_values(dict(group)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from .traced_step import TracedStep
 from .updates import UpdateGraph, in_call
 
 _NOTHING = contextlib.nullcontext()
+_Call = Callable[[Sequence[torch.Tensor]], object]
 
 
 class CompiledStep:
@@ -36,7 +37,6 @@ class CompiledStep:
 
     def __init__(self, traced: TracedStep, emit: Emit, dump: Path | None = None) -> None:
         self.key, self.traced, self.rests_on = traced.key, traced, traced.rests_on
-        self._config = traced.config
         together = any(_is_together(graph, traced.held) for graph in traced.updates)
         shapes = [local(member.param).shape for member in self.key.members]
         self._decision = Decision(
@@ -79,7 +79,7 @@ class CompiledStep:
         if self._decision.is_needed:
             self._decision.run(fresh)
         if self.traced.fused:
-            held, config = self.traced.held, self._config
+            held, config = self.traced.held, self.traced.config
             skip = held[SKIPPED] if config.checked else None
             fused_step(optimizer, skip, held[FACTOR] if config.clipped else None)
         for call in self._calls:
@@ -141,29 +141,20 @@ class _AtOnce:
         self._run([torch.stack(c) if type(c) is list else c for c in self._columns])
 
 
-class _Together:
-    """One update of all parameters, on a device on which each write of a number is a kernel.
+def _together(cut: Cut, held: Mapping[Slot, torch.Tensor], emit: Emit) -> _Call:
+    """One update of all parameters, on a device on which each write of a number is a kernel."""
+    first, last = Program.of(cut.numbers, emit), Program.of(cut.rest, emit)
+    numbers = _Bound(first, first.slots, held)
+    update = _Bound(last, [slot for slot in last.slots if slot.kind != "number"], held)
+    targets = [held[slot] for slot, _ in cut.written]
 
-    Args:
-        held: the tensors that are the same in every step.
-    """
+    def call(gradients: Sequence[torch.Tensor]) -> None:
+        found = numbers(gradients)
+        update(gradients, found)
+        if targets:
+            copy_all(targets, [found[i] for _, i in cut.written])
 
-    def __init__(self, cut: Cut, held: Mapping[Slot, torch.Tensor], emit: Emit) -> None:
-        numbers, rest = Program.of(cut.numbers, emit), Program.of(cut.rest, emit)
-        self._numbers = _Bound(numbers, numbers.slots, held)
-        slots = [slot for slot in rest.slots if slot.kind != "number"]
-        self._update = _Bound(rest, slots, held)
-        self._targets = [held[slot] for slot, _ in cut.written]
-        self._written = [number for _, number in cut.written]
-
-    def __call__(self, gradients: Sequence[torch.Tensor]) -> None:
-        found = self._numbers(gradients)
-        self._update(gradients, found)
-        if self._targets:
-            copy_all(self._targets, [found[i] for i in self._written])
-
-
-_Call = _Bound | _AtOnce | _Together
+    return call
 
 
 def _calls_of(updates: UpdateGraph, held: Mapping[Slot, torch.Tensor], emit: Emit) -> list[_Call]:
@@ -172,7 +163,7 @@ def _calls_of(updates: UpdateGraph, held: Mapping[Slot, torch.Tensor], emit: Emi
     if emit.how == "inductor":
         cut = without_numbers(updates.graph, returned=together)
     if cut is not None and together:
-        return [_Together(cut, held, emit)]
+        return [_together(cut, held, emit)]
     calls: Sequence[_Call] = ()
     kept: Sequence[Mapping[Slot, torch.Tensor]] = [{}] * len(updates.calls)
     if cut is not None:

@@ -21,7 +21,11 @@ end. The graph is exactly the optimizer's arithmetic, also for a user's own clas
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import contextlib
+import functools
+import inspect
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -31,6 +35,7 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
 
 from .. import ir
 from ..errors import CannotRewrite, in_one_line
@@ -38,9 +43,9 @@ from ..ir import aten
 from ..ir.step_config import Slot
 from ..torch_inside.dynamo import compile_session
 from ..torch_inside.names import DataDependentOutputException, autocast_off
+from ..torch_inside.replace import Spot, put
 from .members import Inputs, Member, Setting
 from .shadow import Shadow
-from .trace_context import items_stay_tensors
 
 
 @dataclass(frozen=True)
@@ -149,3 +154,48 @@ def _describe(error: Exception) -> str:
     if isinstance(error, (DataDependentOutputException, GuardOnDataDependentSymNode)):
         return "it branches on the value of a tensor, or makes a Python number of it"
     return in_one_line(error)
+
+
+# -- numbers stay tensors ----------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def items_stay_tensors(cls: type[Optimizer]) -> Iterator[None]:
+    """Make `.item()` return the 0-d tensor, and `min` and `max` in the file of `cls` take tensors,
+    in this thread.
+
+    So a step that reads numbers from the device to compute with them (Adafactor) becomes a graph
+    without such reads. A branch on such a number still fails.
+    """
+    namespace = inspect.unwrap(cls.step).__globals__
+    pairs = {"min": (min, torch.minimum), "max": (max, torch.maximum)}
+    with contextlib.ExitStack() as undo:
+        for name, (builtin, pairwise) in pairs.items():
+            ours = _of_tensors(namespace.get(name, builtin), pairwise)
+            undo.callback(put(Spot(namespace, name), ours))
+        undo.enter_context(_ItemIsTensor())
+        yield
+
+
+def _of_tensors(builtin: Callable[..., Any], pairwise: Callable[..., Any]) -> Callable[..., Any]:
+    thread = threading.get_ident()
+
+    def choose(*args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() != thread:
+            return builtin(*args, **kwargs)
+        tensor = next((a for a in args if isinstance(a, torch.Tensor)), None)
+        if tensor is None or len(args) == 1:
+            return builtin(*args, **kwargs)
+        numbers = (a if isinstance(a, torch.Tensor) else torch.full_like(tensor, a) for a in args)
+        return functools.reduce(lambda x, y: pairwise(x, y.to(x.dtype)), numbers)
+
+    return choose
+
+
+class _ItemIsTensor(TorchFunctionMode):
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is torch.Tensor.item and args[0].is_floating_point():
+            return args[0].float()
+        return func(*args, **(kwargs or {}))

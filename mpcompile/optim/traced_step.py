@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch.optim import Optimizer
@@ -23,11 +23,11 @@ from ..scaling import guard
 from ..scaling.copies import holders_beside
 from .fingerprint import Fact
 from .fused import settings_of
-from .held_settings import HeldSettings
-from .key import StepKey
 from .masters import entries_of, is_low, updated_by
+from .members import Member, Setting, StepKey, has_lr, setting_floats
 from .reports import Results
 from .rests_on import OfStep
+from .trace import Trace
 from .updates import UpdateGraph, Updates
 
 _Made = TypeVar("_Made")
@@ -63,11 +63,12 @@ class TracedStep:
         self._settings: HeldSettings | None = None
         if updates is None:
             served = Fact("settings that torch's kernel lacks", settings_of, optimizer)
-            self.rests_on = OfStep(optimizer, key.members, None, None, served)
+            self.rests_on = OfStep(optimizer, key.members, None, served)
         else:
             self.updates = updates.of(optimizer, key) or ()
-            self._settings = HeldSettings(optimizer, key.members, updates.traced, updates.varying)
-            self.rests_on = OfStep(optimizer, key.members, updates.traced, self._settings)
+            settings = HeldSettings(optimizer, key.members, updates.traced, updates.varying)
+            facts, self._settings = settings.facts(optimizer), settings
+            self.rests_on = OfStep(optimizer, key.members, updates.traced, *facts)
         factor = torch.ones((), dtype=config.norm_dtype, device=self.device)
         self.held = {
             **(self._settings.tensors if self._settings is not None else {}),
@@ -145,3 +146,55 @@ class TracedStep:
         torch.autograd.graph.increment_version(self._written)
         for param, copy in self._copied:
             copy.written(param)
+
+
+class HeldSettings:
+    """The settings that are inputs of a step's graph, each in a 0-d FP64 tensor that is kept: the
+    learning rates, and the floats of settings that were seen to change.
+
+    Attributes:
+        tensors: the tensors, by the slot of their input.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        members: Sequence[Member],
+        traced: Trace,
+        varying: frozenset[Setting],
+    ) -> None:
+        groups, device = optimizer.param_groups, members[0].param.device
+        taking_part = {m.group for m in members if m.updated}
+        self._traced, self._varying = traced, varying
+        self._lrs = {g: Slot("lr", g) for g in taking_part if has_lr(groups[g])}
+        self._floats = setting_floats(groups, varying)
+        self._stored: dict[Slot, float] = {}  # the numbers in the tensors
+        self.tensors = {
+            slot: torch.zeros((), dtype=torch.float64, device=device)
+            for slot in (*self._lrs.values(), *self._floats)
+        }
+
+    def refresh(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Copy the current settings into the tensors. Nothing waits for the device."""
+        now = {slot: groups[g]["lr"] for g, slot in self._lrs.items()}
+        if self._varying:
+            self._floats = setting_floats(groups, self._varying)
+        for slot, value in {**now, **self._floats}.items():
+            if isinstance(value, torch.Tensor):
+                self.tensors[slot].copy_(value)
+                self._stored.pop(slot, None)
+            elif self._stored.get(slot) != value:
+                self.tensors[slot].fill_(value)
+                self._stored[slot] = value
+
+    def facts(self, optimizer: Optimizer) -> list[Fact]:
+        """What must not change of them."""
+        words = "a setting on the other side of a test"
+        return [Fact(words, self._fit, optimizer)] if self._varying else []
+
+    def _fit(self, optimizer: Optimizer) -> bool:
+        """Whether the graph is right for the current floats."""
+        now = setting_floats(optimizer.param_groups, self._varying)
+        return now.keys() == self._floats.keys() and (
+            now == self._floats or self._traced.holds_for(now)
+        )

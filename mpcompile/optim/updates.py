@@ -6,8 +6,9 @@ parameter, called for every one of the kind; else, or with multi-tensor operator
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -15,21 +16,33 @@ import torch
 from torch import fx
 from torch.optim import Optimizer
 
-from .. import ir
+from .. import ir, logs
 from ..devices.registry import capabilities
 from ..ir.dtypes import HALF
 from ..ir.step_config import CopyLayout, RankGroups, Slot, StepConfig
+from ..passes.step.lift_numbers import lift_numbers
+from ..passes.step.predicate_writes import predicate_writes
+from ..passes.step.take_gradients import take_gradients
+from ..passes.step.write_copies import write_copies
+from ..plans.compile_log import Dump, trace_step
 from ..ranks.shards import local
 from ..scaling.copies import WorkingCopy
-from . import step_passes
 from .elementwise import check_state, refuse_mixing
-from .key import StepKey
 from .kinds import ParametersMix, graph_of_one, kinds_of
 from .masters import entries_of, is_low, updated_by
-from .members import Member, Setting
+from .members import Member, Setting, StepKey
 from .rests_on import OfStep
 from .shadow import own_values
 from .trace import Trace, trace
+
+StepPass = Callable[[fx.GraphModule, StepConfig], bool]
+
+STEP_PASSES: tuple[StepPass, ...] = (
+    lift_numbers,  # first: it changes the traced step only
+    take_gradients,  # from here on they are as they are stored
+    predicate_writes,  # before the copies, which copy the kept values
+    write_copies,
+)
 
 _OF_ONE = ("param", "grad", "state", "copy")
 
@@ -133,7 +146,26 @@ class Updates:
             self._of[layout] = of_kind[like]
 
     def _rewritten(self, gm: fx.GraphModule, config: StepConfig, spent: float) -> fx.GraphModule:
-        step_passes.run(gm, config, traced_in=spent, dump=self._dump)
+        """A traced step after every pass, in place; if asked to, the graph after each is dumped."""
+        record = Dump(self._dump, "step") if self._dump is not None else None
+        if record:
+            record.stage("traced", gm, spent)
+        for pass_ in STEP_PASSES:
+            start = time.perf_counter()
+            changed = pass_(gm, config)
+            spent = time.perf_counter() - start
+            gm.graph.lint()
+            if changed:
+                logs.event(
+                    "passes", logging.DEBUG, "step_pass",
+                    "%(name)s changed the optimizer's step, in %(seconds).3f s",
+                    name=pass_.__name__, seconds=spent, nodes=len(gm.graph.nodes),
+                )  # fmt: skip
+            if record:
+                record.stage(pass_.__name__, gm, spent)
+        gm.graph.eliminate_dead_code()
+        gm.recompile()
+        trace_step(gm)
         return gm
 
     def of(self, optimizer: Optimizer, key: StepKey) -> list[UpdateGraph] | None:

@@ -267,7 +267,8 @@ class ModuleCall:
         return before != self._sharded
 
     def _look_at_forward(self) -> None:
-        if (forward := foreign.replaced_forward(self._module)) is not self._forward:
+        forward = vars(self._module).get("forward")  # that someone has set on this very module
+        if forward is not self._forward:
             foreign.refuse_autocast_forward(self._module)
             self._forward = forward
 

@@ -44,7 +44,7 @@ def _look(optimizer: Optimizer) -> None:
     state.looked_for_masters = True
     if not type(optimizer).__module__.startswith("torch.optim."):
         return
-    held = optimizer_state.held_parameters(optimizer)
+    held = optimizer_state.parameters_of(optimizer)
     if low := [p for p in held if _trained.get(id(p)) is p and p.dtype in HALF]:
         name, dtype = type(optimizer).__name__, str(low[0].dtype).removeprefix("torch.")
         warnings.warn(

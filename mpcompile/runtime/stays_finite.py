@@ -266,12 +266,12 @@ class _OptimizerWatch(FiniteCheck):
     _level = 7
 
     def __init__(self, optimizer: Optimizer) -> None:
-        held = optimizer_state.held_parameters(optimizer)
+        held = optimizer_state.parameters_of(optimizer)
         super().__init__(f"{type(optimizer).__name__}'s step", held)
 
     def see(self, optimizer: Optimizer) -> None:
         """Look at a step in which `comes` says so."""
-        began, held = perf_counter(), optimizer_state.held_parameters(optimizer)
+        began, held = perf_counter(), optimizer_state.parameters_of(optimizer)
         # Else it isn't ours, or a loss scale judges its gradients.
         if any(p in _reached for p in held) and not any(map(parameters.scales_of, held)):
             self._hear(held)

@@ -62,7 +62,7 @@ def _look(optimizer: Optimizer) -> None:
         if optimizer in others:
             continue
         if held is None:
-            held = set(map(id, optimizer_state.held_parameters(optimizer)))
+            held = set(map(id, optimizer_state.parameters_of(optimizer)))
         own = [p for p in module.parameters() if id(p) in held]
         if not own:
             others.add(optimizer)

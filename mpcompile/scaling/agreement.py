@@ -50,7 +50,7 @@ def before_step(optimizer: Optimizer) -> None:
     open_ = [sharding for sharding in _fsdp.values() if sharding.is_open()]
     if not reductions and not open_:
         return
-    held = optimizer_state.held_parameters(optimizer)
+    held = optimizer_state.parameters_of(optimizer)
     order = {id(p): i for i, p in enumerate(held)}
     for reduction in reductions:
         if not order.keys().isdisjoint(reduction.ids):
@@ -128,7 +128,7 @@ def beside(optimizer: Optimizer, scale: LossScale) -> tuple[Ranks, list[torch.Te
     when = parameters.changes(), len(_ddp), [len(group["params"]) for group in groups]
     known = optimizer_state.state_of(optimizer).beside
     if scale not in known or known[scale][0] != when:
-        held = optimizer_state.held_parameters(optimizer)
+        held = optimizer_state.parameters_of(optimizer)
         averaging = [r for r in _ddp.values() if not r.ids.isdisjoint(map(id, held))]
         averaged = {key for r in averaging for key in r.ids}
         own = [p for p in held if id(p) not in averaged and scale in parameters.scales_of(p)]

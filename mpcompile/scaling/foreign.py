@@ -18,7 +18,6 @@ import functools
 import logging
 import sys
 import warnings
-from collections.abc import Callable
 from types import CodeType, FrameType
 from typing import Any
 
@@ -42,7 +41,7 @@ def look_for_scaler(optimizer: Optimizer) -> None:
     state = optimizer_state.state_of(optimizer)
     if state.looked_for_scaler:
         return
-    held = optimizer_state.held_parameters(optimizer)
+    held = optimizer_state.parameters_of(optimizer)
     if not any(scale.active for p in held for scale in parameters.scales_of(p)):
         return
     state.looked_for_scaler = True
@@ -68,14 +67,9 @@ def frame_of(code: CodeType) -> FrameType | None:
     return frame
 
 
-def replaced_forward(module: nn.Module) -> Callable[..., Any] | None:
-    """The `forward` that someone has set on this very module, or None."""
-    return vars(module).get("forward")
-
-
 def refuse_autocast_forward(module: nn.Module) -> None:
     """Refuse a module whose forward someone has replaced by one under autocast."""
-    forward: Any = replaced_forward(module)
+    forward: Any = vars(module).get("forward")
     while forward is not None:
         for autocast in _autocasts(getattr(forward, "__func__", forward)):
             raise MPCompileError(

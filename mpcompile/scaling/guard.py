@@ -59,11 +59,6 @@ def is_needed() -> bool:
     return bool(_live)
 
 
-def skips_by_itself(optimizer: Optimizer) -> None:
-    """Leave this optimizer's steps alone: they check the gradients themselves."""
-    optimizer_state.state_of(optimizer).skips_by_itself = True
-
-
 def look(optimizer: Optimizer, scale: LossScale, *, upstream: bool = False) -> torch.Tensor | None:
     """See `Overflows.look`. What all ranks have found where the optimizer holds parameters of a
     DDP, which must stay the same on all ranks, and others of this scale, whose gradients each rank
@@ -86,7 +81,7 @@ def skip_if_overflowed(optimizer: Optimizer) -> None:
     """Hide the gradients from the coming step, if any of them must not be used; waits for the
     device. Call `show_hidden` after the step.
     """
-    held = optimizer_state.held_parameters(optimizer)
+    held = optimizer_state.parameters_of(optimizer) if is_needed() else ()
     gradients = [(p, p.grad) for p in held if p.grad is not None]
     if not gradients:
         return
@@ -110,12 +105,12 @@ def skip_if_overflowed(optimizer: Optimizer) -> None:
     asked = bool(before or after or optimizer_state.state_of(optimizer).poisoned) and bool(others)
     if not own and not asked:
         return
-    found = [_overflowed(own[scale], overflows) for scale, overflows in looked.items()]
+    found = [overflowed(own[scale], overflows) for scale, overflows in looked.items()]
     if asked or ranks:  # all ranks exchange as many
         found.append(any_nonfinite(others if asked else ()))
-    overflowed = _common(found, ranks)
-    bad = len(overflowed) > len(own) and overflowed.pop()
-    answers = dict(zip(own, overflowed, strict=True))
+    common = _common(found, ranks)
+    bad = len(common) > len(own) and common.pop()
+    answers = dict(zip(own, common, strict=True))
     upstream = bad and bool(before)
     if upstream and not any(answers[scale] for scale in before):  # blame every scale that ran
         answers.update({scale: True for scale in before if looked[scale] is not None})
@@ -137,7 +132,8 @@ def show_hidden(optimizer: Optimizer) -> None:
     hidden.clear()
 
 
-def _overflowed(gradients: Sequence[torch.Tensor], overflows: torch.Tensor | None) -> torch.Tensor:
+def overflowed(gradients: Sequence[torch.Tensor], overflows: torch.Tensor | None) -> torch.Tensor:
+    """Whether one of these is not finite, or a look has found an overflow: 0-d bool."""
     found = any_nonfinite(gradients)
     return found if overflows is None else found.to(overflows.device).logical_or(overflows)
 

@@ -62,12 +62,12 @@ def _before_step(
     agreement.before_step(optimizer)
     by_itself = optimizer_state.state_of(optimizer).skips_by_itself
     if is_zero(optimizer):  # this look is also that of the optimizer that it steps
-        guard.skips_by_itself(partition_of(optimizer))
+        optimizer_state.state_of(partition_of(optimizer)).skips_by_itself = True
     place = _place_of_closure(optimizer, args, kwargs)
     _look_for_gradient(optimizer, has_closure=place is not None)
     if place is None:
         if not by_itself:
-            _check_gradients(optimizer)
+            guard.skip_if_overflowed(optimizer)
         return None
     # The gradients are made inside the step: check them right after the closure has run. (It may
     # even compile the model, so nothing is known about the parameters before.)
@@ -129,15 +129,10 @@ def _checked_closure(
         loss = closure(*args, **kwargs)
         agreement.before_step(optimizer)
         if not by_itself:
-            _check_gradients(optimizer)
+            guard.skip_if_overflowed(optimizer)
         return loss
 
     return run
-
-
-def _check_gradients(optimizer: Optimizer) -> None:
-    if guard.is_needed():
-        guard.skip_if_overflowed(optimizer)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -162,7 +157,7 @@ def _look_for_gradient(optimizer: Optimizer, *, has_closure: bool) -> None:
     was_looked_for, state.looked_for_gradient = state.looked_for_gradient, True
     if was_looked_for or has_closure:
         return
-    held = optimizer_state.held_parameters(optimizer)
+    held = optimizer_state.parameters_of(optimizer)
     ours = state.skips_by_itself or any(parameters.scales_of(p) for p in held)
     if ours and held and all(p.grad is None for p in held):
         say_no_gradient(optimizer, stacklevel=6)

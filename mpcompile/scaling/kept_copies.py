@@ -67,7 +67,9 @@ def follow_grad_mode(module: nn.Module) -> None:
         _keeping.discard(module)
         for parameter in module.parameters():
             if type(parameter) is KeptWeight:
-                _release(parameter)
+                parameter.__class__ = nn.Parameter  # type: ignore[assignment]
+                for name in [name for name in vars(parameter) if name.startswith("_mp_")]:
+                    delattr(parameter, name)
 
 
 def _not_shared(module: nn.Module) -> Iterator[nn.Parameter]:
@@ -88,12 +90,6 @@ def _not_shared(module: nn.Module) -> Iterator[nn.Parameter]:
         others = holders(memory) - 1 - own[storage_of(parameter)]
         if not others and not capabilities(parameter.device).is_shared(memory):
             yield parameter
-
-
-def _release(parameter: nn.Parameter) -> None:
-    parameter.__class__ = nn.Parameter
-    for name in [name for name in vars(parameter) if name.startswith("_mp_")]:
-        delattr(parameter, name)
 
 
 def is_kept(value: Any) -> bool:

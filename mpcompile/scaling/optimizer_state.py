@@ -52,6 +52,6 @@ def state_of(optimizer: Optimizer) -> OptimizerState:
     return states[key][1]
 
 
-def held_parameters(optimizer: Optimizer) -> list[torch.Tensor]:
+def parameters_of(optimizer: Optimizer) -> tuple[torch.Tensor, ...]:
     """All parameters of an optimizer, in the order of its groups."""
-    return [p for group in optimizer.param_groups for p in group["params"]]
+    return tuple(p for group in optimizer.param_groups for p in group["params"])

@@ -64,9 +64,6 @@ class Count:
             return _sum(self.flags[-new:])
         return self._overflows() - earlier._overflows()
 
-    def or_later(self, other: Count) -> Count:
-        return other if other.passes > self.passes else self
-
     def _overflows(self) -> torch.Tensor:
         if not self.flags:
             return torch.tensor(0)
@@ -200,7 +197,7 @@ class Overflows:
         """
         count, earlier = self.count(), self.looks.get(who, Count())
         if not upstream:
-            earlier = earlier.or_later(self.void)
+            earlier = max(earlier, self.void, key=lambda count: count.passes)
         self.looks[who] = count
         return count.since(earlier)
 

@@ -73,17 +73,14 @@ class SkippedInARow:
         elif self.skipped >= SKIPS:
             self.pending = self.repair is not None
             if not self.pending:
-                self._say()
+                self._said.in_a_row(self.skipped, self._live.scale)
 
     def _conclude(self) -> None:
         trouble = self.skipped >= SKIPS and bool(self.calls)
         if trouble and self.repair is not None and not self.repair():
-            self._say()
+            self._said.in_a_row(self.skipped, self._live.scale)
         self.pending, self.skipped = False, 0
         self.calls.clear()
-
-    def _say(self) -> None:
-        self._said.in_a_row(self.skipped, self._live.scale)
 
 
 MOST = 8

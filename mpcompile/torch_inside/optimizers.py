@@ -42,12 +42,10 @@ def is_hooked(step: Any) -> bool:
     return getattr(step, "hooked", False)
 
 
-def raw_step(cls: type[Optimizer]) -> Callable[..., Any]:
-    """`cls.step` without torch's own wrappers: hooks and profiling, the switch of the grad mode.
-
-    The user's own decorators stay, also `@torch.no_grad()`.
+def without_wrappers(step: Any) -> Callable[..., Any]:
+    """A step without torch's wrappers: hooks and profiling, the switch of the grad mode. The user's
+    own decorators stay, also `@torch.no_grad()`.
     """
-    step: Any = cls.step
     if is_hooked(step):
         step = step.__wrapped__
     if getattr(step, "__code__", None) is not None and step.__code__.co_name == "_use_grad":

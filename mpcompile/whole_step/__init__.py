@@ -8,7 +8,6 @@ forward.py        a forward, rewritten by the passes
 gradients.py      a backward, and the form in which its gradients arrive
 update.py         an optimizer's step
 program.py        the parts, one after the other
-one_graph.py      the program becomes one graph, and a function
-phases.py         the graph is cut where memory is free again, on a CPU
+one_graph.py      the program becomes one graph, on a CPU several, and a function
 call.py           each call: is it still right, what does it take, what has it done
 """

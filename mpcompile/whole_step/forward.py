@@ -22,7 +22,6 @@ from ..ir import aten
 from ..ir.inputs import GraphInputs
 from ..ir.spec import AsPlanned
 from ..ir.targets import CHECKPOINT
-from ..lower.joint import NO_PASSES, JointPasses, joint_passes
 from ..planner.target import place_of
 from ..plans.graph_plan import O0_ASKED, GraphPlan, plan_of_left
 from ..rules import RNN_OPS
@@ -32,7 +31,6 @@ from ..runtime.repair import repair
 from ..scaling import copies, guard
 from ..scaling.loss_scale import LossScale
 from ..settings import Settings
-from ..torch_inside.graphs import set_sources, sources_of
 from .parts import StepPart
 
 
@@ -64,7 +62,6 @@ class Forward:
             overflows, among the held tensors.
         plan: what was decided about it.
         recurrent: how many of its operators are recurrent layers.
-        joint: passes for the graph of forward and backward.
     """
 
     graph: fx.GraphModule
@@ -75,7 +72,6 @@ class Forward:
     scale_at: int = -1
     leaf_at: int = -1
     recurrent: int = 0
-    joint: JointPasses = NO_PASSES
 
     def run(self, given: Sequence[Any], held: Sequence[torch.Tensor]) -> TracedForward:
         """Run it under a tracer; `held`: the held tensors."""
@@ -129,7 +125,9 @@ def rewritten(
         CannotRewrite: see `plan_graph`; or it holds what one graph can't.
     """
     with torch.set_grad_enabled(part.grad):
-        graph = _outlined(part, gm)
+        outlined, new = ir.cut(part.nodes, part.inputs)
+        outlined.output(tuple(new[node] for node in part.outputs))
+        graph = ir.module_of(outlined, gm)
         if settings.level is Level.O0:
             plan = plan_of_left(O0_ASKED, place_of(examples))
             return Forward(graph, GraphInputs(len(part.inputs)), plan)
@@ -140,7 +138,6 @@ def rewritten(
     scale, device = known.scale_in(planned), known.facts.target.device
     reads = _reads(known, planned, held)
     forward = Forward(planned.graph, planned.inputs, planned.plan, reads, scale)
-    forward.joint = joint_passes(settings.level, device, whole=True)
     forward.recurrent = sum(n.target in RNN_OPS for n in planned.graph.graph.nodes)
     if scale is not None:
         guard.watch([x for x in examples if is_leaf(x)], scale)
@@ -169,17 +166,6 @@ def _reads(known: Training, planned: Planned, held: ExtraInputs) -> list[CopyInp
         CopyInput(master, copy, held.add(copy.stored), low)
         for (master, copy), low in zip(pairs, lows, strict=True)
     ]
-
-
-def _outlined(part: StepPart, gm: fx.GraphModule) -> fx.GraphModule:
-    """The nodes of a part as a graph of their own, in Dynamo's form."""
-    graph, new = ir.cut(part.nodes, part.inputs)
-    graph.output(tuple(new[node] for node in part.outputs))
-    outlined = fx.GraphModule(gm, graph)
-    outlined.meta = dict(gm.meta)
-    known: Any = sources_of(gm)
-    set_sources(outlined, known)
-    return outlined
 
 
 class ExtraInputs:

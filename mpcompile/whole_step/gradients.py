@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,21 +18,6 @@ from torch import fx
 from ..scaling.loss_scale import LossScale
 from .forward import CopyInput, TracedForward
 from .parts import BACKWARD, STEP
-
-
-@dataclass
-class Backward:
-    """What a backward gave.
-
-    Attributes:
-        arrived: a gradient for each of its inputs, or None: FP32, or in the low dtype of a working
-            copy that has no loss scale.
-        found: for each loss scale how many gradients overflowed: 0-d FP32. A gradient that steps
-            alone read is not counted: they check it.
-    """
-
-    arrived: list[torch.Tensor | None]
-    found: dict[LossScale, torch.Tensor]
 
 
 def straighten(graph: fx.Graph) -> None:
@@ -50,7 +34,7 @@ def straighten(graph: fx.Graph) -> None:
     for copy in graph.find_nodes(op="call_method", target="copy_"):
         new, grad = copy.args[0], copy.args[1]
         if (
-            is_gradient(grad)
+            _is_gradient(grad)
             and new.target is torch.empty_like
             and all(user is copy or user.target is STEP for user in new.users)
             and not copy.users
@@ -60,7 +44,7 @@ def straighten(graph: fx.Graph) -> None:
             graph.erase_node(new)
 
 
-def is_gradient(node: fx.Node) -> bool:
+def _is_gradient(node: fx.Node) -> bool:
     """Whether a node of Dynamo's graph is one of the gradients that a backward gives."""
     source = node.args[0] if node.target is operator.getitem else None
     return isinstance(source, fx.Node) and source.target is BACKWARD
@@ -89,7 +73,7 @@ def go_backward(
     direct: set[int],
     ran: Sequence[TracedForward],
     **options: Any,
-) -> Backward:
+) -> tuple[list[torch.Tensor | None], dict[LossScale, torch.Tensor]]:
     """The gradients of `losses` with respect to `inputs`, under a tracer.
 
     Args:
@@ -99,6 +83,11 @@ def go_backward(
         direct: the inputs (by index) whose gradients only steps read.
         ran: the forwards that have run.
         options: of `torch.autograd.grad`.
+
+    Returns:
+        A gradient for each of the inputs, or None: FP32, or in the low dtype of a working copy that
+        has no loss scale. And for each loss scale how many gradients overflowed: 0-d FP32. A
+        gradient that steps alone read is not counted: they check it.
     """
     reads = [
         (r, read, leaf)
@@ -136,7 +125,7 @@ def go_backward(
                 found[scale] = found[scale] + overflow if scale in found else overflow
             grad = true if grad is None else grad + true
         arrived.append(grad)
-    return Backward(arrived, found)
+    return arrived, found
 
 
 def _unscaled(ran: TracedForward, read: CopyInput, grad: torch.Tensor) -> torch.Tensor:

@@ -4,33 +4,39 @@ make_fx runs the program on FakeTensors: autograd derives the backward there, fr
 forwards, and what remains is a plain sequence of operators, with writes to the parameters and to
 what is held between steps. Inductor compiles it like the graph of an inference: nothing is saved
 for a backward, every gradient dies where it is used, and all of it is fused as one program.
+
+On a CPU it is cut where the memory of one forward and backward is free for the next. Inductor may
+run in any order what does not depend on each other, and fuses loops of one length. So in one graph
+the forwards of a GAN's two losses, or of micro-batches, run side by side, and all that their
+backwards need lies there at once. A graph for each keeps them apart.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
+from torch.fx.passes.split_module import split_module
 
 from .. import ir
 from ..devices.registry import capabilities
 from ..errors import CannotRewrite
 from ..lower.inference import Function, compile_inference, options_for_joins
-from ..lower.joint import with_joint_passes
+from ..lower.joint import NO_PASSES, joint_passes, with_joint_passes
 from ..lower.replayed import outliving, replays
 from ..lower.write_order import inductor_for
 from ..operators.rnn_layer import IN_A_GRAPH
 from ..planner.target import place_of
+from ..rules.policy import Level
 from ..scaling.loss_scale import LossScale
 from ..settings import Settings
 from ..torch_inside.names import TracingContext, autocast_off
 from ..verify.verdicts import Verify
-from .phases import by_phase, phases_of
 from .program import StepProgram
 
 
@@ -59,7 +65,7 @@ def trace(program: StepProgram) -> Traced:
     given = len(program.given)
     results: list[int | tuple[Any]] = []
     unseen: list[LossScale] = []
-    begins: list[int] = []
+    begins: list[int] = []  # how many nodes had been traced when each phase but the first began
 
     def phase() -> None:
         mode = get_proxy_mode()
@@ -89,7 +95,8 @@ def trace(program: StepProgram) -> Traced:
     for node in graph.graph.nodes:
         node.target = IN_A_GRAPH.get(node.target, node.target)
     _check(program, graph.graph)
-    phases = phases_of(graph.graph, begins)
+    # As it was traced, without a node removed.
+    phases = {n: sum(i >= begin for begin in begins) for i, n in enumerate(graph.graph.nodes)}
     graph.graph.eliminate_dead_code()
     graph.recompile()
     count = sum(isinstance(r, int) for r in results)
@@ -138,12 +145,11 @@ def compiled(
         options.setdefault("emulate_precision_casts", True)
     inputs = graph.graph.find_nodes(op="placeholder")
     device = place_of([n.meta["val"] for n in inputs])
-    patches = inductor_for(
-        settings.mode,
-        with_joint_passes({**options_for_joins(graph.graph, device), **options}, program.joint),
-    ).config
+    level, options = settings.level, {**options_for_joins(graph.graph, device), **options}
+    passes = NO_PASSES if level is Level.O0 else joint_passes(level, program.device, whole=True)
+    patches = inductor_for(settings.mode, with_joint_passes(options, passes)).config
     if max(traced.phases.values()) and _is_cut(inputs, device):
-        return by_phase(graph, traced.phases, lambda part: _by_inductor(part, (), patches, verify))
+        return _by_phase(graph, traced.phases, lambda part: _by_inductor(part, (), patches, verify))
     still = [n for n, stay in zip(inputs, stays, strict=True) if stay]
     made = _made(graph)  # before Inductor changes the graph
     run = _by_inductor(graph, still, patches, verify)
@@ -176,3 +182,54 @@ def _by_inductor(
         static=static, shares_memory=bool(_in_several([*inputs, *results])), patches=patches,
         verify=verify,
     )  # fmt: skip
+
+
+def _by_phase(
+    gm: fx.GraphModule,
+    phases: Mapping[fx.Node, int],
+    compiled: Callable[[fx.GraphModule], Function],
+) -> Function:
+    """Compile each phase of a graph by itself.
+
+    Args:
+        gm: all of it; it has no symbolic sizes.
+        phases: that of each node.
+        compiled: a phase, which returns a tuple of tensors -> its function.
+
+    Returns:
+        A function of a list of all inputs; it may empty the list.
+    """
+    # In the order of `gm`: phases write in place what later ones read.
+    whole = split_module(gm, gm, phases.__getitem__, keep_original_order=True)
+    calls = whole.graph.find_nodes(op="call_module")
+    order = [int(call.target.removeprefix("submod_")) for call in calls]
+    assert order == sorted(order), order
+    for call in calls:
+        phase: Any = getattr(whole, call.target)
+        output = phase.graph.output_node()
+        alone = isinstance(output.args[0], fx.Node)
+        if alone:
+            output.args = ((output.args[0],),)
+            phase.recompile()
+        setattr(whole, call.target, _Phase(compiled(phase), alone=alone))
+    forward = whole.forward  # it forgets each value after its last use
+
+    def run(values: list[Any]) -> Sequence[Any]:
+        given = tuple(values)
+        values.clear()
+        returned: Sequence[Any] = forward(*given)
+        return returned
+
+    return run
+
+
+class _Phase(torch.nn.Module):
+    """A compiled phase, called as a module. `alone`: it has one result, not a tuple of them."""
+
+    def __init__(self, run: Function, *, alone: bool) -> None:
+        super().__init__()
+        self._run, self._alone = run, alone
+
+    def forward(self, *values: Any) -> Any:
+        returned = self._run(list(values))
+        return returned[0] if self._alone else returned

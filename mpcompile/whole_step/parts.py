@@ -48,11 +48,6 @@ class StepPart:
     grad: bool
 
 
-def is_training_step(graph: fx.Graph) -> bool:
-    """Whether a graph of Dynamo's contains a backward."""
-    return bool(backwards_of(graph))
-
-
 def backwards_of(graph: fx.Graph) -> list[fx.Node]:
     """The backwards of a graph, in order: not the gradients that a later one's losses depend on."""
     calls = graph.find_nodes(op="call_function", target=BACKWARD)

@@ -12,7 +12,7 @@ which derives the backward from the rewritten forwards and gives one graph of AT
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +22,7 @@ from torch import fx
 from .. import ir
 from ..errors import CannotRewrite
 from ..ir.fakes import fake_twin
-from ..lower.joint import NO_PASSES, JointPasses
+from ..lower.sections import bind
 from ..optim.members import Setting
 from ..planner.target import place_of
 from ..rules.policy import Level
@@ -32,19 +32,12 @@ from ..torch_inside.graphs import schema
 from ..torch_inside.names import TorchDispatchMode, TracingContext, autocast_off
 from ..torch_inside.tensors import storage_of
 from .forward import ExtraInputs, Forward, TracedForward, rewritten
-from .gradients import (
-    Backward,
-    go_backward,
-    is_gradient,
-    read_at_all,
-    read_by_steps_alone,
-    straighten,
-)
+from .gradients import go_backward, read_at_all, read_by_steps_alone, straighten
 from .parts import StepPart, cut, last_steps, listed
 from .tracing import optimizer_of
 from .update import Update, emit_late
 
-Varying = Callable[[Any], frozenset[Setting]]
+Varying = Mapping[Any, frozenset[Setting]]  # by optimizer
 
 
 @dataclass
@@ -54,7 +47,8 @@ class _Running:
     env: dict[fx.Node, Any]
     held: Sequence[torch.Tensor]
     forwards: list[TracedForward] = field(default_factory=list)
-    backwards: dict[fx.Node, Backward] = field(default_factory=dict)
+    # For each backward, how many gradients overflowed, by loss scale.
+    backwards: dict[fx.Node, dict[LossScale, torch.Tensor]] = field(default_factory=dict)
     late: list[torch.Tensor] = field(default_factory=list)  # what steps after the graph take
     looked_at: set[fx.Node] = field(default_factory=set)  # the backwards that a step has checked
 
@@ -71,8 +65,8 @@ class StepProgram:
     Attributes:
         given: FakeTensors of Dynamo's inputs, or SymInts.
         held: the tensors that it takes besides.
+        device: that of its parameters.
         written: Dynamo's inputs (by number) that something else than a step writes in place.
-        joint: passes for the graph of forward and backward.
         made: its forwards and steps, in order.
 
     Raises:
@@ -92,9 +86,8 @@ class StepProgram:
         self._real = dict(zip(self._placeholders, examples, strict=True))
         self._plain = fx.Interpreter(gm)
         self.given = [fake_twin(value, context) for value in examples]
-        self.held = ExtraInputs()
+        self.device, self.held = place_of(examples), ExtraInputs()
         self.made: list[Forward | Update] = []
-        self.joint: JointPasses = NO_PASSES
         self._parts: list[tuple[StepPart, Forward | Update | None]] = []
         self.written: set[int] = set()
         running = self._start(self.given, ())
@@ -134,16 +127,15 @@ class StepProgram:
             forward = rewritten(part, self._gm, examples, self._settings, self.held)
             self._check_copies(forward)
             self.made.append(forward)
-            self.joint = forward.joint
             return forward
         if part.kind == "step":
             number, params, grads = _step_of(part.nodes[0])
             optimizer = optimizer_of(number)
             real = [self._real[p] for p in params]
-            arrived = self._arrived(grads, running)
-            device = place_of(list(self._real.values()))
-            late = emit_late(device, len(real), self._settings) if part in self._last else None
-            update = Update(optimizer, real, arrived, self._varying(optimizer), self.held, late)
+            arrived = [running.env[grad] for grad in grads]
+            late = emit_late(self.device, len(real), self._settings) if part in self._last else None
+            varying = self._varying.get(optimizer, frozenset())
+            update = Update(optimizer, real, arrived, varying, self.held, late)
             self.made.append(update)
             return update
         return None
@@ -246,7 +238,7 @@ class StepProgram:
         options = {k: value(v) for k, v in node.kwargs.items() if k != "allow_unused"}
         if outer:
             options["grad_outputs"] = value(outer[0])
-        backward = go_backward(
+        arrived, found = go_backward(
             value(losses),
             value(inputs),
             masters=[self._real.get(n) for n in inputs],
@@ -255,31 +247,19 @@ class StepProgram:
             ran=running.forwards,
             **options,
         )
-        running.backwards[node] = backward
-        running.env[node] = tuple(backward.arrived)
+        running.backwards[node] = found
+        running.env[node] = tuple(arrived)
 
     def _take_step(self, node: fx.Node, update: Update, running: _Running) -> None:
         _, params, grads = _step_of(node)
-        before = [b for b, done in running.backwards.items() if _trained(b, done) & set(params)]
+        before = [b for b in running.backwards if _trained(b, running.env[b]) & set(params)]
         running.looked_at.update(before)
-        arrived = self._arrived(grads, running)
+        arrived = [running.env[grad] for grad in grads]
         found = _sum([running.backwards[b] for b in before])
         if update.is_late:
             running.late += update.inputs(arrived, found, running.held)
         else:
             update.run([running.env[p] for p in params], arrived, found, running.held)
-
-    def _arrived(self, grads: Sequence[fx.Node], running: _Running) -> list[torch.Tensor]:
-        """The gradients for a step."""
-        found: list[torch.Tensor] = []
-        for grad in grads:
-            one: torch.Tensor | None = running.env[grad]
-            if is_gradient(grad) and grad.args[0] in running.backwards:
-                backward, i = grad.args
-                one = running.backwards[backward].arrived[i]  # type: ignore[index]
-            assert one is not None
-            found.append(one)
-        return found
 
 
 def _step_of(node: fx.Node) -> tuple[int, list[fx.Node], list[fx.Node]]:
@@ -287,17 +267,17 @@ def _step_of(node: fx.Node) -> tuple[int, list[fx.Node], list[fx.Node]]:
     return number, list(params), list(grads)  # type: ignore[return-value, arg-type]
 
 
-def _trained(node: fx.Node, backward: Backward) -> set[fx.Node]:
+def _trained(node: fx.Node, arrived: Sequence[torch.Tensor | None]) -> set[fx.Node]:
     """The inputs of a backward that got a gradient."""
     inputs: Any = node.args[1]
-    return {n for n, a in zip(inputs, backward.arrived, strict=True) if a is not None}
+    return {n for n, a in zip(inputs, arrived, strict=True) if a is not None}
 
 
-def _sum(backwards: Sequence[Backward]) -> dict[LossScale, torch.Tensor]:
+def _sum(backwards: Sequence[Mapping[LossScale, torch.Tensor]]) -> dict[LossScale, torch.Tensor]:
     """How many gradients overflowed in all of these, by loss scale."""
     total: dict[LossScale, torch.Tensor] = {}
     for backward in backwards:
-        for scale, found in backward.found.items():
+        for scale, found in backward.items():
             total[scale] = total[scale] + found if scale in total else found
     return total
 
@@ -323,14 +303,10 @@ class Writes(TorchDispatchMode):
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        declared = schema(func).arguments
-        given = {**{a.name: x for a, x in zip(declared, args, strict=False)}, **kwargs}
-        for argument in declared:
-            if argument.is_write and argument.name in given:
-                value = given[argument.name]
-                for one in value if isinstance(value, (list, tuple)) else [value]:
-                    if isinstance(one, torch.Tensor):
-                        self._memory.add(storage_of(one))
+        given = bind(func, args, kwargs)
+        for argument in schema(func).arguments:
+            if argument.is_write:
+                self._memory.update(map(storage_of, ir.tensors_of(given.get(argument.name))))
         return func(*args, **kwargs)
 
     def __contains__(self, tensor: torch.Tensor) -> bool:

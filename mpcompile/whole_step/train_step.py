@@ -136,7 +136,7 @@ class TrainStep:
                     tries += 1
                     wait_for_others()
                     continue
-                cause = _cause(error)
+                cause = error.inner_exception if isinstance(error, BackendCompilerFailed) else error
                 if isinstance(cause, StateAppeared):
                     return self._run_once(args, kwargs)
                 if isinstance(cause, MPCompileError) and not isinstance(cause, CannotRewrite):
@@ -199,14 +199,6 @@ def _with_code_of_its_own(function: Callable[..., Any]) -> Callable[..., Any]:
     if not isinstance(function, types.FunctionType):
         return types.MethodType(_with_code_of_its_own(type(function).__call__), function)
     return with_own_code(function, function.__code__.co_name)
-
-
-def _cause(error: Exception) -> Exception:
-    """The error below Dynamo's wrapper."""
-    inner = getattr(error, "inner_exception", None)
-    if isinstance(error, BackendCompilerFailed) and isinstance(inner, Exception):
-        return inner
-    return error
 
 
 def _reason(error: Exception) -> str:

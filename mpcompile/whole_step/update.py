@@ -8,29 +8,25 @@ plain optimizer's step is treated alike, so it doesn't wait for the device eithe
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import torch
-from torch import fx
 from torch.optim import Optimizer
 
 from .. import ir
 from ..devices.registry import capabilities
 from ..errors import CannotRewrite
 from ..ir.step_config import Slot
-from ..optim.compiled import Emit, numbers_of
+from ..optim.compiled import Emit, without_numbers
 from ..optim.compiled_steps import FEW
 from ..optim.decide import decided, norms_of, written_by_decision
 from ..optim.fingerprint import Fact, Fingerprint
 from ..optim.first_state import gradients_stand_by, initialise_state, with_gradients
 from ..optim.fused import fits
-from ..optim.key import StepKey, Stored
 from ..optim.kinds import ParametersMix
 from ..optim.masters import is_low
-from ..optim.members import Member, Setting, parameters_of
+from ..optim.members import Member, Setting, StepKey, Stored
 from ..optim.optimizer import MPOptimizer
 from ..optim.reports import Results
 from ..optim.step import CompiledStep
@@ -40,40 +36,12 @@ from ..ranks.shards import is_sharded
 from ..scaling import hooks, optimizer_state
 from ..scaling.copies import WorkingCopy
 from ..scaling.loss_scale import LossScale
+from ..scaling.optimizer_state import parameters_of
 from ..scaling.overflows import Count
 from ..settings import Settings
 from ..torch_inside.names import autocast_off
 from ..torch_inside.optimizers import note_step
 from .forward import ExtraInputs
-
-
-@dataclass(frozen=True)
-class _Parts:
-    """What belongs to the step of an optimizer.
-
-    Attributes:
-        optimizer: whose step is traced: of an MPOptimizer, the one that it wraps.
-        own: the loss scale of parameters that no scaled model reads, or None: they aren't checked.
-        given: the only loss scale that its models may have, or None.
-        is_connected: whether other processes hold parts of the parameters.
-    """
-
-    optimizer: Optimizer
-    max_grad_norm: float | None = None
-    own: LossScale | None = None
-    given: LossScale | None = None
-    results: Results = field(default_factory=Results)
-    dump: Path | None = None
-    is_connected: bool = False
-
-    @classmethod
-    def of(cls, optimizer: Optimizer) -> _Parts:
-        if not isinstance(optimizer, MPOptimizer):
-            return cls(optimizer)
-        o = optimizer
-        scales = o._own_scale, o._given_scale
-        shared = o._connected is not None
-        return cls(o.inner, o._max_grad_norm, *scales, o._results, o._dump, shared)
 
 
 class Update:
@@ -86,7 +54,7 @@ class Update:
         late: how it runs after the graph, if it isn't a part of the graph.
 
     Attributes:
-        inner: of an MPOptimizer, the one that it wraps.
+        inner: whose step is traced: of an MPOptimizer, the one that it wraps.
         rests_on: what must not change of that one.
         constants: the settings that are constants of the graph.
         rounds: whether it computes in a low dtype by itself, as Muon does.
@@ -106,52 +74,60 @@ class Update:
     ) -> None:
         self.optimizer = optimizer
         self.is_late = late is not None
-        self._parts = parts = _Parts.of(optimizer)
-        if parts.is_connected or any(map(is_sharded, params)):
+        ours = optimizer if isinstance(optimizer, MPOptimizer) else None
+        self.inner = inner = optimizer if ours is None else ours.inner
+        self._results = Results() if ours is None else ours._results
+        self._dump = None if ours is None else ours._dump
+        shared = ours is not None and ours._connected is not None
+        if shared or any(map(is_sharded, params)):
             raise CannotRewrite("several processes hold the parameters")
         if any(g.layout is not torch.strided for g in arrived):
             raise CannotRewrite("a gradient is sparse")
-        if optimizer is parts.optimizer and any(map(is_low, params)):
+        if ours is None and any(map(is_low, params)):
             raise CannotRewrite(
                 f"{type(optimizer).__name__} updates weights that are stored low, and keeps no "
                 "FP32 masters of them; wrap it in an MPOptimizer"
             )
-        self._key = key = _key(parts, params, arrived)
+        # Without one, parameters that no scaled model reads aren't checked.
+        own = None if ours is None else ours._own_scale
+        index = {id(p): i for i, group in enumerate(inner.param_groups) for p in group["params"]}
+        members = [Member(index[id(p)], p) for p in params]
+        arriving = [Stored(g.dtype, g.stride()) for g in arrived]
+        self._key = key = StepKey.of(members, own, arriving=arriving)
         self.scales = key.scales
-        if parts.given is not None and any(scale is not parts.given for scale in self.scales):
+        given = None if ours is None else ours._given_scale
+        if given is not None and any(scale is not given for scale in self.scales):
             raise CannotRewrite("its MPOptimizer was given another loss scale")
-        self._config = config_of(key, parts.max_grad_norm)
+        self._config = config_of(key, None if ours is None else ours._max_grad_norm)
         self._everyone = parameters_of(optimizer)  # kept alive, so that their ids tell them
         with gradients_stand_by(self._everyone, params):
-            initialise_state(parts.optimizer, key.members)
+            initialise_state(inner, key.members)
             updates, late = self._traced(varying, late)
-            traced = TracedStep(parts.optimizer, key, self._config, updates, parts.results)
-        self._step = traced
-        self.inner, self.constants = parts.optimizer, traced.rests_on.constants
+            traced = TracedStep(inner, key, self._config, updates, self._results)
+        self._step, self.constants = traced, traced.rests_on.constants
         self.rounds = updates is not None and updates.rounds
         self.rests_on = Fingerprint(
-            Fact("other parameters", lambda o: [*map(id, parameters_of(o))], parts.optimizer),
+            Fact("other parameters", lambda o: [*map(id, parameters_of(o))], inner),
             traced.rests_on,
-            Fact("hooks of its step", lambda _: hooks.has_others(optimizer), parts.optimizer),
+            Fact("hooks of its step", lambda _: hooks.has_others(optimizer), inner),
         )
-        self._late = CompiledStep(traced, late, parts.dump) if late is not None else None
+        self._late = CompiledStep(traced, late, self._dump) if late is not None else None
         self._hold(held)
 
     def _traced(
         self, varying: frozenset[Setting], late: Emit | None
     ) -> tuple[Updates | None, Emit | None]:
         """What the optimizer does to the parameters, and how it runs after the graph."""
-        optimizer, dump = self._parts.optimizer, self._parts.dump
 
         def traced(together: bool) -> Updates:
             return Updates(
-                optimizer, self._key, self._config,
-                together=together, dump=dump, varying=varying,
+                self.inner, self._key, self._config,
+                together=together, dump=self._dump, varying=varying,
             )  # fmt: skip
 
         if late is None:
             return traced(together=True), None
-        if fits(optimizer, self._key):
+        if fits(self.inner, self._key):
             return None, late
         try:
             return traced(together=False), late
@@ -166,9 +142,8 @@ class Update:
         if self.is_late:
             return
         (update,) = self._step.updates
-        self._nodes = update.graph.graph
-        self._inputs = [ir.slot_of(n) for n in self._nodes.find_nodes(op="placeholder")]
-        for slot in dict.fromkeys([*self._inputs, *self._decided]):
+        self._graph = update.graph
+        for slot in dict.fromkeys([*ir.slots(self._graph.graph), *self._decided]):
             if slot.kind == "copy" and (copy := self._key.copies[slot.index]) is not None:
                 self._at[slot] = held.add(copy.stored)
             elif slot in self._step.held and not self._is_given(slot):
@@ -212,27 +187,27 @@ class Update:
                     return WorkingCopy.real_part(known[slot], self._key.members[slot.index].param)
                 return new.get(slot, known[slot])
 
-            self._update([value(slot) for slot in self._inputs])
+            self._update(value)
             for slot, decision in new.items():
                 if decision is not known[slot]:
                     known[slot].copy_(decision)
 
-    def _update(self, values: Sequence[torch.Tensor]) -> None:
+    def _update(self, value: Callable[[Slot], torch.Tensor]) -> None:
         """Run the graph of the update, all numbers before all else. On a CPU they are kept apart:
         Inductor would compute a bias correction again for every few elements. On a GPU all elements
         are computed at once, and a kernel more costs more.
         """
-        nodes = [n for n in self._nodes.nodes if n.op == "call_function"]
-        env: dict[fx.Node, Any] = dict(
-            zip(self._nodes.find_nodes(op="placeholder"), values, strict=True)
-        )
-        numbers = dict.fromkeys(numbers_of(self._nodes))
-        run_nodes([*numbers], env)
-        others = [n for n in nodes if n not in numbers]
+        cut = without_numbers(self._graph, returned=True)
+        if cut is None:
+            self._graph(*map(value, ir.slots(self._graph.graph)))
+            return
+        numbers = cut.numbers(*map(value, ir.slots(cut.numbers.graph)))
         if not capabilities(self._step.device).multi_tensor:
-            read = {i for n in others for i in n.all_input_nodes}
-            env |= _kept({n: env[n] for n in numbers if n in read})
-        run_nodes(others, env)
+            numbers = _kept(numbers)
+        slots = [slot for slot in ir.slots(cut.rest.graph) if slot.kind != "number"]
+        cut.rest(*map(value, slots), *numbers)
+        for slot, i in cut.written:
+            value(slot).copy_(numbers[i])
 
     def _fresh(
         self,
@@ -263,7 +238,7 @@ class Update:
 
     def prepare(self, held: list[torch.Tensor]) -> None:
         """Bring the held tensors up to date for the step that comes."""
-        for slot, tensor in self._step.begin(self._parts.optimizer, self.optimizer).items():
+        for slot, tensor in self._step.begin(self.inner, self.optimizer).items():
             held[self._at[slot]] = tensor
 
     def take(self, values: Iterator[torch.Tensor], held: Sequence[torch.Tensor]) -> None:
@@ -275,15 +250,15 @@ class Update:
         gradients = [next(values) for _ in params]
         given = with_gradients(params, gradients) if self._step.fused else contextlib.nullcontext()
         with torch.no_grad(), autocast_off(), given:
-            self._late.take(self._parts.optimizer, gradients, fresh)
+            self._late.take(self.inner, gradients, fresh)
 
     def skipped(self) -> torch.Tensor:
         """0-d bool on the device: whether the last step was skipped."""
-        return self._parts.results.read("skipped", False)
+        return self._results.read("skipped", False)
 
     def done(self) -> None:
         """Note that the step has run."""
-        note_step(self._parts.optimizer)  # schedulers ask
+        note_step(self.inner)  # schedulers ask
         note_step(self.optimizer)
         self._step.ran()
         skips_by_itself = optimizer_state.state_of(self.optimizer).skips_by_itself
@@ -305,29 +280,12 @@ def emit_late(device: torch.device, count: int, settings: Settings) -> Emit | No
     return Emit("inductor", settings.mode, options, settings.verify.asked)
 
 
-def _kept(numbers: Mapping[fx.Node, torch.Tensor]) -> dict[fx.Node, torch.Tensor]:
+def _kept(numbers: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """The same 0-d values, computed once: through one vector of each dtype."""
-    alike: dict[torch.dtype, list[fx.Node]] = {}
-    for node, number in numbers.items():
-        alike.setdefault(number.dtype, []).append(node)
-    found: dict[fx.Node, torch.Tensor] = {}
-    for nodes in alike.values():
-        vector = torch.ops.mpcompile.kept.default(torch.stack([numbers[n] for n in nodes]))
-        found.update(zip(nodes, vector.unbind(), strict=True))
+    found = [*numbers]
+    for dtype in dict.fromkeys(number.dtype for number in numbers):
+        alike = [i for i, number in enumerate(numbers) if number.dtype is dtype]
+        vector = torch.ops.mpcompile.kept.default(torch.stack([numbers[i] for i in alike]))
+        for i, number in zip(alike, vector.unbind(), strict=True):
+            found[i] = number
     return found
-
-
-def run_nodes(nodes: Sequence[fx.Node], env: dict[fx.Node, Any]) -> None:
-    """Run calls of a graph, in order, with the values in `env`, which takes their results."""
-    for node in nodes:
-        args, kwargs = fx.node.map_arg((node.args, node.kwargs), env.__getitem__)
-        env[node] = node.target(*args, **kwargs)  # type: ignore[operator]
-
-
-def _key(parts: _Parts, params: Sequence[torch.Tensor], arrived: Sequence[torch.Tensor]) -> StepKey:
-    """What a step over these parameters is traced for."""
-    groups = parts.optimizer.param_groups
-    index = {id(p): i for i, group in enumerate(groups) for p in group["params"]}
-    members = [Member(index[id(p)], p) for p in params]
-    arriving = [Stored(g.dtype, g.stride()) for g in arrived]
-    return StepKey.of(members, parts.own, arriving=arriving)

@@ -28,7 +28,7 @@ from ..torch_inside.names import DataDependentOutputException
 from ..torch_inside.tensors import hooks_on
 from . import one_graph
 from .call import Call
-from .parts import is_training_step
+from .parts import backwards_of
 from .program import StepProgram
 from .tracing import changes_settings, check_reached, stepped_without_gradient
 
@@ -38,21 +38,18 @@ ON_VALUES = (
 )  # fmt: skip
 
 
-class _StepThread(threading.local):
-    began = False  # whether something compiled has begun to run since it was set to False
-
-
 class WholeBackend:
     """The backend of one training step.
 
     Attributes:
-        thread: what is known of the thread that runs.
+        thread: of each thread, as `began`, whether something compiled has begun to run since that
+            was set to False.
         varying: optimizer -> its settings that were seen to change.
     """
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         self._options = dict(options)
-        self.thread = _StepThread()
+        self.thread = threading.local()
         self.varying: weakref.WeakKeyDictionary[Any, frozenset[Setting]] = (
             weakref.WeakKeyDictionary()
         )
@@ -66,7 +63,7 @@ class WholeBackend:
             CannotRewrite, StateAppeared: it can't be one graph.
         """
         _check_graph(gm)
-        if not is_training_step(gm.graph):
+        if not backwards_of(gm.graph):
             run_alone = backend.mpcompile_backend(gm, example_inputs, options=self._options)
 
             def begin_and_run(*args: Any) -> Any:
@@ -84,7 +81,7 @@ class WholeBackend:
         settings = replace(Settings.parse(request), names=names)
         _check(example_inputs, settings)
         try:
-            program = StepProgram(gm, example_inputs, settings, self._varying)
+            program = StepProgram(gm, example_inputs, settings, self.varying)
             traced = one_graph.trace(program)
         except (CannotRewrite, *ON_VALUES) as error:
             if not isinstance(error, ON_VALUES) and not isinstance(error.__cause__, ON_VALUES):
@@ -102,9 +99,6 @@ class WholeBackend:
             if listener is not None:
                 listener(replace(forward.plan, verification=verify))
         return call
-
-    def _varying(self, optimizer: Any) -> frozenset[Setting]:
-        return self.varying.get(optimizer, frozenset())
 
     def _begin(self) -> None:
         self.thread.began = True
@@ -131,7 +125,7 @@ def _check_graph(gm: fx.GraphModule) -> None:
     """
     if changes_settings():
         raise CannotRewrite("it changes settings or state of an optimizer; do that outside")
-    check_reached(is_training_step(gm.graph))
+    check_reached(bool(backwards_of(gm.graph)))
     for node in gm.graph.find_nodes(op="get_attr"):
         if is_leaf(ir.attribute(gm, node)):
             raise CannotRewrite("a parameter is a constant of the graph (mark_static_address)")

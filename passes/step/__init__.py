@@ -4,5 +4,5 @@ A pass rewrites the graph in place and returns whether it changed anything. The 
 outputs: its inputs are named by a `Slot` each (`mpcompile/ir/step_config.py`), and its effect is
 its `copy_` nodes. A pass that the step doesn't need returns False.
 
-`mpcompile/optim/step_passes.py` lists the passes in order and runs them.
+`mpcompile/optim/updates.py` lists the passes in order and runs them.
 """

@@ -286,7 +286,7 @@ def test_without_a_loss_scale_nothing_is_skipped(max_grad_norm: float | None) ->
 
 
 def test_a_dump_has_a_text_for_every_pass(tmp_path: Path) -> None:
-    from mpcompile.optim.step_passes import STEP_PASSES
+    from mpcompile.optim.updates import STEP_PASSES
 
     twins = Twins(momentum, dump=tmp_path)
     twins.step()

@@ -175,7 +175,7 @@ MUTANTS = (
     Mutant(
         "lr-ignored",
         "a compiled step keeps the first learning rate",
-        "mpcompile/optim/held_settings.py",
+        "mpcompile/optim/traced_step.py",
         "elif self._stored.get(slot) != value:",
         "elif slot not in self._stored:",
         ("tests/optim/test_optim_settings.py",),

@@ -11,8 +11,8 @@ from mpcompile.ir.scale import ScaleRule
 from mpcompile.ir.step_config import Gradient, StepConfig
 from mpcompile.optim.first_state import initialise_state
 from mpcompile.optim.members import Member
-from mpcompile.optim.step_passes import STEP_PASSES, StepPass
 from mpcompile.optim.trace import trace
+from mpcompile.optim.updates import STEP_PASSES, StepPass
 
 DYNAMIC = ScaleRule(min_scale=1.0)
 STATIC = ScaleRule("static")

@@ -27,7 +27,7 @@ from mpcompile.torch_inside.names import (
     meta_utils,
     running_backward,
 )
-from mpcompile.torch_inside.optimizers import has_hooks, init_group, is_hooked, raw_step
+from mpcompile.torch_inside.optimizers import has_hooks, init_group, is_hooked, without_wrappers
 from mpcompile.torch_inside.private_names import GONE
 from mpcompile.torch_inside.tensors import (
     base_of,
@@ -244,5 +244,5 @@ def test_makes_state() -> None:
 
 def test_is_unwrapped() -> None:
     cls = type(one())
-    assert (is_hooked(cls.step), is_hooked(raw_step(cls))) == (True, False)
-    assert raw_step(cls).__code__.co_name == "step"
+    assert (is_hooked(cls.step), is_hooked(without_wrappers(cls.step))) == (True, False)
+    assert without_wrappers(cls.step).__code__.co_name == "step"
