@@ -13,6 +13,7 @@ import pytest
 import torch
 from emulated import EMULATED
 from lanes import LIMIT, limit, put_in_lanes, set_limit
+from torch import distributed as dist
 
 # Warnings are errors (pyproject.toml). These arise inside torch, whatever the program.
 FROM_TORCH = (
@@ -104,6 +105,16 @@ def inductor_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def own_inductor_cache(inductor_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A module's tests share a cache of Inductor's, which starts empty."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(inductor_folder))
+
+
+@pytest.fixture
+def group(tmp_path: Path) -> Iterator[None]:
+    """This process is the one rank of a process group."""
+    from ranks import join  # it asks for the limit, which must be set
+
+    join(0, 1, str(tmp_path))
+    yield
+    dist.destroy_process_group()
 
 
 @pytest.fixture

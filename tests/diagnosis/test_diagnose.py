@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from module_of import function_of
 from torch import fx, nn
 
 from mpcompile import LossScale, MPOptimizer, diagnose, mpcompile
@@ -282,14 +283,10 @@ def test_a_graph_that_was_left(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (report.faults, report.nodes, report.dtype) == ((), (), "float32")
 
 
-class _NarrowOnly(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return torch.mm(x, torch.eye(8, dtype=torch.float32))
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        return torch.mm(grad, torch.eye(8, dtype=torch.float32))
+_NarrowOnly = function_of(
+    lambda ctx, x: torch.mm(x, torch.eye(8, dtype=torch.float32)),
+    lambda ctx, grad: torch.mm(grad, torch.eye(8, dtype=torch.float32)),
+)
 
 
 class NarrowOnly(Ones):

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
+from module_of import module_of
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -67,16 +68,14 @@ class ConvNet(nn.Module):
         return self.head(x.mean((2, 3)))
 
 
-class Tagger(nn.Module):
+def tagger() -> nn.Module:
     """An LSTM."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(20, 8, sparse=True)
-        self.lstm, self.head = nn.LSTM(8, 16, batch_first=True), nn.Linear(16, 4)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return self.head(self.lstm(self.embed(tokens))[0][:, -1])
+    return module_of(
+        lambda self, tokens: self.head(self.lstm(self.embed(tokens))[0][:, -1]),
+        embed=nn.Embedding(20, 8, sparse=True),
+        lstm=nn.LSTM(8, 16, batch_first=True),
+        head=nn.Linear(16, 4),
+    )
 
 
 class Gan(nn.Module):
@@ -115,23 +114,14 @@ class Odd(nn.Module):
         return {"h": self.first(h.tanh()), "target": target, "number": x.shape[0]}
 
 
-class Step(nn.Module):
-    """One residual layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(16, 16)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + F.gelu(self.layer(x))
-
-
 class Broken(nn.Module):
     """Graphs between breaks, one of which runs three times."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.step, self.last = nn.Linear(16, 16), Step(), nn.Linear(16, 4)
+        self.first = nn.Linear(16, 16)
+        self.step = module_of(lambda self, x: x + F.gelu(self.layer(x)), layer=nn.Linear(16, 16))
+        self.last = nn.Linear(16, 4)
 
     @torch._dynamo.disable(recursive=False)
     def repeated(self, x: torch.Tensor) -> torch.Tensor:
@@ -168,7 +158,7 @@ MODELS: Mapping[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Any, ...]
         None,
     ),
     "convnet": (ConvNet, lambda: (torch.randn(4, 3, 8, 8),), labelled),
-    "lstm": (Tagger, lambda: (tokens(),), labelled),
+    "lstm": (tagger, lambda: (tokens(),), labelled),
     "gan": (Gan, lambda: (torch.randn(16, 8), torch.randn(16, 16)), None),
     "odd": (Odd, lambda: (torch.randn(8, 16),), lambda out: out["h"].square().mean()),
     "broken": (Broken, lambda: (torch.randn(8, 16),), None),

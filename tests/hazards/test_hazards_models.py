@@ -26,36 +26,23 @@ def attention() -> nn.Module:
     return module_of(lambda m, x: m.attention(x, x, x), attention=layer)
 
 
-class Cells(nn.Module):
+def cells_forward(self: Any, x: torch.Tensor) -> Any:
     """A recurrence written out with cells."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.cell, self.gru = nn.LSTMCell(16, 16), nn.GRUCell(16, 16)
-
-    def forward(self, x: torch.Tensor) -> Any:
-        h = c = g = x.new_zeros(2, 16)
-        for step in x.unbind(1):
-            h, c = self.cell(step, (h, c))
-            g = self.gru(h, g)
-        return g, c
+    h = c = g = x.new_zeros(2, 16)
+    for step in x.unbind(1):
+        h, c = self.cell(step, (h, c))
+        g = self.gru(h, g)
+    return g, c
 
 
-class Experts(nn.Module):
+def experts_forward(self: Any, x: torch.Tensor) -> torch.Tensor:
     """A mixture of experts: top-k routing, masks, weighted sums."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.router = nn.Linear(16, 3)
-        self.experts = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        weights, chosen = self.router(x).softmax(-1).topk(2)
-        out = torch.zeros_like(x)
-        for i, expert in enumerate(self.experts):
-            share = (weights * (chosen == i)).sum(-1, keepdim=True)
-            out += share * expert(x)
-        return out
+    weights, chosen = self.router(x).softmax(-1).topk(2)
+    out = torch.zeros_like(x)
+    for i, expert in enumerate(self.experts):
+        share = (weights * (chosen == i)).sum(-1, keepdim=True)
+        out += share * expert(x)
+    return out
 
 
 class Rotary(nn.Module):
@@ -93,21 +80,13 @@ class Hooked(nn.Module):
         return self.second(self.first(x)).tanh()  # type: ignore[no-any-return]
 
 
-class Cache(nn.Module):
+def cache_forward(self: Any, x: torch.Tensor) -> torch.Tensor:
     """A key cache written at a position that is data."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.key = nn.Linear(16, 16)
-        self.register_buffer("cache", torch.zeros(10, 2, 16))
-        self.register_buffer("position", torch.tensor(0))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        key = self.key(x.transpose(0, 1))
-        with torch.no_grad():
-            self.cache.index_copy_(0, torch.arange(4) + self.position, key)
-            self.position += 4
-        return torch.einsum("tbc,sbc->bts", key, self.cache)
+    key = self.key(x.transpose(0, 1))
+    with torch.no_grad():
+        self.cache.index_copy_(0, torch.arange(4) + self.position, key)
+        self.position += 4
+    return torch.einsum("tbc,sbc->bts", key, self.cache)
 
 
 def encoder() -> nn.Module:
@@ -117,11 +96,20 @@ def encoder() -> nn.Module:
 MODELS = {
     "attention": attention,
     "encoder": encoder,
-    "cells": Cells,
-    "experts": Experts,
+    "cells": lambda: module_of(cells_forward, cell=nn.LSTMCell(16, 16), gru=nn.GRUCell(16, 16)),
+    "experts": lambda: module_of(
+        experts_forward,
+        router=nn.Linear(16, 3),
+        experts=nn.ModuleList(nn.Linear(16, 16) for _ in range(3)),
+    ),
     "rotary": Rotary,
     "hooked": Hooked,
-    "cache": Cache,
+    "cache": lambda: module_of(
+        cache_forward,
+        key=nn.Linear(16, 16),
+        cache=nn.Buffer(torch.zeros(10, 2, 16)),
+        position=nn.Buffer(torch.tensor(0)),
+    ),
     "weight_norm": lambda: parametrizations.weight_norm(nn.Linear(16, 8)),
     "spectral_norm": lambda: parametrizations.spectral_norm(nn.Linear(16, 8)),
 }

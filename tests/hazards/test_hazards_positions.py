@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from compare import COMBINED, DTYPES
-from module_of import module_of
+from module_of import function_of, module_of
 from torch import nn
 
 from mpcompile import compiled_plans, mpcompile
@@ -86,14 +86,7 @@ def straight_through(m: Net, x: torch.Tensor) -> torch.Tensor:
     return ((place + (place.round() - place).detach() - m.places) * m.table[:N]).sum()
 
 
-class Rounded(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, place: torch.Tensor) -> torch.Tensor:
-        return place.round()
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        return grad
+Rounded = function_of(lambda ctx, place: place.round(), lambda ctx, grad: grad)
 
 
 def rounded_by_a_function(m: Net, x: torch.Tensor) -> torch.Tensor:

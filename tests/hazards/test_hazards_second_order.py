@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from module_of import module_of
+from module_of import function_of, module_of
 from torch import nn
 from versions import since
 
@@ -109,16 +109,8 @@ def test_the_plan_says_why_an_inner_gradient_is_fp32() -> None:
     assert all("a gradient inside of the program" in n.reason for n in inner)
 
 
-class Tripled(torch.autograd.Function):
-    """Its backward is none of its forward's."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.sin()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
-        return gradients[0] * 3
+# Its backward is none of its forward's.
+Tripled = function_of(lambda ctx, x: x.sin(), lambda ctx, grad: grad * 3)
 
 
 def test_a_function_inside_of_a_derivative_is_refused() -> None:

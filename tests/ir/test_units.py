@@ -9,7 +9,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from compare import SETTINGS, check, fallback_reason, leaf
+from fuzz_programs import Clip
 from graphs import Stage
+from module_of import function_of
 from torch import fx
 from versions import not_on
 
@@ -171,15 +173,6 @@ def test_each_scaling_node_matters(program: Any) -> None:
 
 
 def test_each_scaling_node_matters_around_an_unknown_backward() -> None:
-    class Clip(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-            return grad.clamp(-1, 1)
-
     def program(x: torch.Tensor, w: torch.Tensor) -> Any:
         return F.linear(Clip.apply(F.linear(x, w)), w)  # type: ignore[no-untyped-call]
 
@@ -188,15 +181,7 @@ def test_each_scaling_node_matters_around_an_unknown_backward() -> None:
 
 def test_a_gradient_that_is_missing_is_no_zero() -> None:
     """After both operators, whose backwards would otherwise get zeros in its place."""
-
-    class Cut(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx: Any, grad: torch.Tensor) -> None:  # type: ignore[override]
-            return None
+    Cut = function_of(lambda ctx, x: x.clone(), lambda ctx, grad: None)
 
     x, y = leaf(4), leaf(4)
     scale, found = torch.tensor(2.0), torch.zeros(1)

@@ -50,8 +50,7 @@ class Words(nn.Module):
         return self.head(F.relu(self.hidden(self.table(words)).mean(1)))
 
 
-@WAYS
-@agreeing(tolerance=0.05, bf16=0.3)
+@agreeing(WAYS, tolerance=0.05, bf16=0.3)
 def test_sparse_embeddings_with_sparse_adam(way: Way) -> None:
     """SparseAdam for the table, as it is; any optimizer for the rest."""
     model = way.model(Words())
@@ -108,8 +107,7 @@ def test_functional_call_with_replaced_parameters(way: Way, planted: int | None)
     assert same(before, snapshot([model]))
 
 
-@PLAIN
-@agreeing()
+@agreeing(PLAIN)
 def test_functional_call_in_a_meta_learning_step(way: Way) -> None:
     """First-order MAML: a step by torch.autograd.grad on a copy, the loss of what came of it."""
     model = way.model(network())

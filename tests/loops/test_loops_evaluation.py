@@ -29,8 +29,7 @@ def data(size: int) -> DataLoader[Any]:
 
 
 @pytest.mark.slow_rows("a loop in each way of training, against FP64")
-@WAYS
-@agreeing(tolerance=0.06, bf16=0.3)
+@agreeing(WAYS, tolerance=0.06, bf16=0.3)
 def test_epochs_with_evaluation_and_a_smaller_last_batch(way: Way) -> None:
     """20 samples to train on in batches of 8, 8 and 4; 27 to evaluate on, the last batch of 3."""
     train, test = data(20), data(27)
@@ -54,8 +53,7 @@ def test_epochs_with_evaluation_and_a_smaller_last_batch(way: Way) -> None:
         way.log(F.cross_entropy(model(x), y).clone())
 
 
-@WAYS
-@agreeing()
+@agreeing(WAYS)
 def test_evaluation_between_forward_and_backward(way: Way) -> None:
     """The backward still to come uses what its own forward saw, mode and scale."""
     model = way.model(nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 4)))
@@ -70,8 +68,7 @@ def test_evaluation_between_forward_and_backward(way: Way) -> None:
         update(loss)
 
 
-@MOSTLY_O1
-@agreeing()
+@agreeing(MOSTLY_O1)
 def test_an_evaluation_that_forgot_no_grad(way: Way) -> None:
     """A forward with gradients whose backward never comes, overflowing at that."""
     model = way.model(nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 4)))

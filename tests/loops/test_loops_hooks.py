@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from loops import MOSTLY_O1, O1, O2, PLAIN, WAYS, Way, agree, agreeing, finite, same, snapshot
+from module_of import module_of
 from torch import nn
 
 # -- hooks -----------------------------------------------------------------------------------------
@@ -56,8 +57,7 @@ def test_hooks_put_on_the_model_itself_between_steps(way: Way) -> None:
     agree(way, lambda way: hooked_for_a_while(way, lambda model: model))
 
 
-@MOSTLY_O1
-@agreeing()
+@agreeing(MOSTLY_O1)
 def test_activations_collected_by_forward_hooks(way: Way) -> None:
     """A penalty on features that hooks caught: gradients enter in the middle of the model."""
     model = Network()
@@ -136,8 +136,7 @@ DATA = torch.Generator().manual_seed(7)
 X, Y = torch.randn(5, 8, 16, generator=DATA), torch.randint(5, (5, 8), generator=DATA)
 
 
-@WAYS
-@agreeing()
+@agreeing(WAYS)
 def test_one_optimizer_for_each_parameter_in_the_backward(way: Way) -> None:
     """As in torch's tutorial: step and free each gradient as soon as it is accumulated."""
     model = way.model(network())
@@ -183,7 +182,9 @@ def stepping_in_the_backward(
 def test_an_overflow_that_begins_half_way_down(way: Way) -> None:
     """The layers above were stepped before it, with finite gradients; those below must not be."""
     way = way.again
-    model: Any = way.model(Halves())
+    model: Any = way.model(
+        module_of(halves, below=nn.Linear(16, 32), above=nn.Linear(32, 5), factor=1.0)
+    )
     optimizers = stepping_in_the_backward(way, model)
     for step in range(4):
         before = snapshot([model.below]), snapshot([model.above])
@@ -195,18 +196,12 @@ def test_an_overflow_that_begins_half_way_down(way: Way) -> None:
             assert not same(before[1], snapshot([model.above]))
 
 
-class Halves(nn.Module):
+def halves(self: Any, x: torch.Tensor) -> torch.Tensor:
     """A factor on the gradient between two layers, which are two graphs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.below, self.above, self.factor = nn.Linear(16, 32), nn.Linear(32, 5), 1.0
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h = self.below(x)
-        torch._dynamo.graph_break()
-        h.register_hook(lambda g: g * self.factor)
-        return self.above(h)
+    h = self.below(x)
+    torch._dynamo.graph_break()
+    h.register_hook(lambda g: g * self.factor)
+    return self.above(h)
 
 
 @PLAIN
@@ -237,8 +232,7 @@ def test_an_update_by_hand(how: str, way: Way) -> None:
         way.log(loss)
 
 
-@PLAIN
-@agreeing()
+@agreeing(PLAIN)
 def test_a_momentum_by_hand_that_looks_before_it_steps(way: Way) -> None:
     """The careful version: a step whose gradients are not finite is left out by the user."""
     model = way.model(network())

@@ -45,8 +45,7 @@ def test_two_backwards_through_one_graph(hit: int, way: Way) -> None:
         way.log(losses[1])
 
 
-@MOSTLY_O1
-@agreeing()
+@agreeing(MOSTLY_O1)
 def test_tasks_that_take_turns(way: Way) -> None:
     """A forward for each task, gradients accumulated over both, one head unused in each."""
     model = way.model(Tasks())
@@ -62,8 +61,7 @@ def test_tasks_that_take_turns(way: Way) -> None:
         way.log(second)
 
 
-@PLAIN
-@agreeing(tolerance=0.1, bf16=0.3)
+@agreeing(PLAIN, tolerance=0.1, bf16=0.3)
 def test_lbfgs_with_a_closure(way: Way) -> None:
     model = way.model(Tasks())
     optimizer = way.optimizer(torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=3))
@@ -121,8 +119,7 @@ def test_a_backward_thrown_away(way: Way) -> None:
         way.log(loss)
 
 
-@WAYS
-@agreeing()
+@agreeing(WAYS)
 def test_a_forward_thrown_away(way: Way) -> None:
     """`if not torch.isfinite(loss): continue`, before any backward."""
     model = way.model(Tasks())
@@ -246,8 +243,7 @@ def test_checkpoint_sequential(reentrant: bool, way: Way) -> None:
         update(F.mse_loss(out, y[step]))
 
 
-@WAYS
-@agreeing()
+@agreeing(WAYS)
 def test_a_block_that_has_run_before_inside_a_checkpoint(way: Way) -> None:
     model = way.model(block())
     optimizer = way.optimizer(torch.optim.SGD(model.parameters(), lr=0.2))

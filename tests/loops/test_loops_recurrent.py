@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from loops import MOSTLY_O1, WAYS, Way, agreeing
+from module_of import module_of
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from versions import since
@@ -33,8 +34,7 @@ class Speech(nn.Module):
 
 @since("2.13", "Dynamo itself can't trace these RNNs")
 @pytest.mark.filterwarnings("ignore:mpcompile. .* gru ran as torch runs them")  # a packed sequence
-@WAYS
-@agreeing(tolerance=0.05, bf16=0.25)
+@agreeing(WAYS, tolerance=0.05, bf16=0.25)
 def test_convolution_packed_gru_and_ctc(way: Way) -> None:
     model = way.model(Speech(), strict=False)
     optimizer = way.optimizer(torch.optim.SGD(model.parameters(), lr=0.1), max_grad_norm=5.0)
@@ -71,29 +71,23 @@ class Decoder(nn.Module):
         return self.head(torch.cat([hidden, context], -1)), (hidden, cell)
 
 
-class Seq2Seq(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder, self.decoder = Encoder(), Decoder()
-
-    def forward(
-        self, source: torch.Tensor, target: torch.Tensor, forced: list[bool]
-    ) -> torch.Tensor:
-        memory, (h, c) = self.encoder(source)
-        state, token, outputs = (h[0], c[0]), target[:, 0], []
-        for t, force in enumerate(forced):
-            logits, state = self.decoder(token, state, memory)
-            outputs.append(logits)
-            token = target[:, t + 1] if force else logits.argmax(1)
-        return torch.stack(outputs, 1)
+def seq2_seq(
+    self: Any, source: torch.Tensor, target: torch.Tensor, forced: list[bool]
+) -> torch.Tensor:
+    memory, (h, c) = self.encoder(source)
+    state, token, outputs = (h[0], c[0]), target[:, 0], []
+    for t, force in enumerate(forced):
+        logits, state = self.decoder(token, state, memory)
+        outputs.append(logits)
+        token = target[:, t + 1] if force else logits.argmax(1)
+    return torch.stack(outputs, 1)
 
 
 @since("2.13", "Dynamo itself can't trace these RNNs")
-@MOSTLY_O1
-@agreeing()
+@agreeing(MOSTLY_O1)
 def test_seq2seq_with_attention_and_teacher_forcing(way: Way) -> None:
     """The program differs from step to step, by which tokens are forced."""
-    model = way.model(Seq2Seq())
+    model = way.model(module_of(seq2_seq, encoder=Encoder(), decoder=Decoder()))
     optimizer = way.optimizer(torch.optim.SGD(model.parameters(), lr=0.5))
     source, target = torch.randint(20, (4, 4, 6)), torch.randint(20, (4, 4, 5))
     forced = [[True] * 4, [True, True, False, True], [True] * 4, [True] * 4]
@@ -104,8 +98,7 @@ def test_seq2seq_with_attention_and_teacher_forcing(way: Way) -> None:
         update(F.cross_entropy(logits.flatten(0, 1), target[step, :, 1:].flatten()))
 
 
-@WAYS
-@agreeing()
+@agreeing(WAYS)
 def test_encoder_and_decoder_compiled_apart(way: Way) -> None:
     """The official tutorial's shape: two models, two optimizers, the loop over tokens outside."""
     encoder, decoder = way.model(Encoder()), way.model(Decoder())
@@ -136,8 +129,7 @@ def detached(state: Any) -> Any:
     return tuple(s.detach() for s in state)
 
 
-@WAYS
-@agreeing()
+@agreeing(WAYS)
 def test_truncated_bptt(way: Way) -> None:
     """The state of one chunk, detached, begins the next; a long way back nothing is forgotten."""
     model = way.model(LanguageModel())
@@ -152,8 +144,7 @@ def test_truncated_bptt(way: Way) -> None:
         update(F.cross_entropy(logits.flatten(0, 1), chunk[:, 1:].flatten()))
 
 
-@WAYS
-@agreeing()
+@agreeing(WAYS)
 def test_gradients_through_a_state_that_is_not_detached(way: Way) -> None:
     """Two chunks, one backward: gradients go from graph to graph through the state."""
     model = way.model(LanguageModel())

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from loops import O1, O2, WAYS, Way, agree, agreeing, same, snapshot
+from module_of import module_of
 from torch import nn
 from torch.nn.utils import parametrizations
 
@@ -40,8 +41,7 @@ def test_a_perceptual_loss_after_a_plain_generator(level: str, planted: int | No
     agree(Way(level), loop, tolerance=0.1)
 
 
-@WAYS
-@agreeing()
+@agreeing(WAYS)
 def test_a_compiled_body_before_a_plain_head(way: Way) -> None:
     """The overflow arises in the loss; the head's own gradients are finite in FP32."""
     body = way.model(nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 32)))
@@ -52,19 +52,16 @@ def test_a_compiled_body_before_a_plain_head(way: Way) -> None:
         update(F.cross_entropy(head(body(x[step])), y[step]))
 
 
-class Tower(nn.Module):
-    def __init__(self, trunk: nn.Module, out: int) -> None:
-        super().__init__()
-        self.trunk, self.head = trunk, nn.Linear(32, out)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(torch.tanh(self.trunk(x)))  # type: ignore[no-any-return]
+def tower(trunk: nn.Module, out: int) -> nn.Module:
+    return module_of(
+        lambda self, x: self.head(torch.tanh(self.trunk(x))), trunk=trunk, head=nn.Linear(32, out)
+    )
 
 
 def share(way: Way, **options: Any) -> None:
     """An actor and a critic over one trunk, one optimizer over all, one loss."""
     trunk = nn.Linear(16, 32)
-    actor, critic = way.model(Tower(trunk, 4), **options), way.model(Tower(trunk, 1), **options)
+    actor, critic = way.model(tower(trunk, 4), **options), way.model(tower(trunk, 1), **options)
     parameters = {id(p): p for m in (actor, critic) for p in m.parameters()}
     optimizer = way.optimizer(torch.optim.SGD(list(parameters.values()), lr=0.2, momentum=0.9))
     x, y = torch.randn(4, 8, 16), torch.randint(4, (4, 8))
@@ -161,8 +158,7 @@ def test_dcgan_with_spectral_norm(norm: Callable[..., Any], way: Way) -> None:
 
 
 @pytest.mark.slow("a loop in each way of training, against FP64")
-@WAYS
-@agreeing(tolerance=0.1)
+@agreeing(WAYS, tolerance=0.1)
 def test_wgan_with_weight_clipping(way: Way) -> None:
     """Clamping `p.data` bumps no version counter, and each forward must see it."""
     netG = way.model(nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 16)))

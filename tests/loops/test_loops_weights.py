@@ -79,8 +79,7 @@ def test_adapters_added(when: str, way: Way) -> None:
     assert all(p.grad is None for p in frozen)
 
 
-@MOSTLY_O1
-@agreeing()
+@agreeing(MOSTLY_O1)
 def test_adapters_merged_into_the_base(way: Way) -> None:
     """After training the product is added to the base weight and the adapter goes."""
     model: Any = way.model(Base())
@@ -101,8 +100,7 @@ def test_adapters_merged_into_the_base(way: Way) -> None:
     assert (merged - adapted).norm() <= 0.02 * adapted.norm()
 
 
-@WAYS
-@agreeing()
+@agreeing(WAYS)
 def test_a_frozen_backbone_thaws_and_joins_the_optimizer(way: Way) -> None:
     model = way.model(Base())
     backbone = [model.embed, model.norm, model.up, model.down]
@@ -119,8 +117,7 @@ def test_a_frozen_backbone_thaws_and_joins_the_optimizer(way: Way) -> None:
     assert not same(before, snapshot(backbone))
 
 
-@MOSTLY_O1
-@agreeing()
+@agreeing(MOSTLY_O1)
 def test_a_backbone_thaws_layer_by_layer(way: Way) -> None:
     """All parameters are in the optimizer from the start; which have gradients changes."""
     model = way.model(Base())
@@ -136,8 +133,7 @@ def test_a_backbone_thaws_layer_by_layer(way: Way) -> None:
     assert same(head, snapshot([model.head]))
 
 
-@WAYS
-@agreeing()
+@agreeing(WAYS)
 def test_weights_assigned_after_compiling(way: Way) -> None:
     """`load_state_dict(assign=True)` puts new Parameters in place of those that were compiled."""
     model = way.model(Base())
@@ -205,8 +201,7 @@ class ResNet(nn.Module):
         return self.head(x.mean((2, 3)))
 
 
-@WAYS
-@agreeing(tolerance=0.08, bf16=0.3)
+@agreeing(WAYS, tolerance=0.08, bf16=0.3)
 def test_averaged_model_one_cycle_accumulation_and_clipping(way: Way) -> None:
     model = way.model(ResNet())
     ema = way.follow(AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5)))
@@ -233,8 +228,7 @@ def test_averaged_model_one_cycle_accumulation_and_clipping(way: Way) -> None:
 
 
 @pytest.mark.slow("a loop in each way of training, against FP64")
-@WAYS
-@agreeing(tolerance=0.08, bf16=0.3)
+@agreeing(WAYS, tolerance=0.08, bf16=0.3)
 def test_hand_written_average_swapped_in_for_evaluation(way: Way) -> None:
     """Kept by `lerp_`, copied into the model to evaluate, and out of it again to train on."""
     model = way.model(ResNet())

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from miniature import HOWS, Net, assert_same, compiled, leaf, results_and_grads
+from module_of import function_of
 from repository import ROOT, SUPPORT
 from torch import fx
 
@@ -134,15 +135,7 @@ def test_caches_hit_in_a_second_process() -> None:
 
 def test_gradients_of_a_graph_are_differentiated_by_nobody() -> None:
     """Though they come out as constants; without create_graph they stay constants."""
-
-    class Constant(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-            return x.square()
-
-        @staticmethod
-        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-            return torch.full_like(gradient, 3.0)
+    Constant = function_of(lambda ctx, x: x.square(), lambda ctx, grad: torch.full_like(grad, 3.0))
 
     run = noticed(lambda x: (Constant.apply(x),))  # type: ignore[no-untyped-call]
     x = torch.ones(4, requires_grad=True)

@@ -16,6 +16,7 @@ from miniature import (
     results_and_grads,
     rnns_in,
 )
+from module_of import module_of
 from torch import fx, nn
 
 pytestmark = [
@@ -116,22 +117,14 @@ def test_packed_sequences() -> None:
     assert pieces_compiled() == 2
 
 
-class Stack(nn.Module):
+def stack(self: Any, x: torch.Tensor) -> torch.Tensor:
     """Three RNNs: the second follows at once, the third starts from what the first computed."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.one, self.two = nn.LSTM(4, 4), nn.LSTM(4, 4)
-        self.three = nn.GRU(4, 4)
-        self.gate = nn.Linear(4, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        skip = self.gate(x)
-        a, (h, c) = self.one(skip)
-        b, _ = self.two(a, (h, c))
-        state = self.gate(h).tanh()  # the gate's weight is used on both sides
-        d, _ = self.three(b + skip, state)
-        return d * skip
+    skip = self.gate(x)
+    a, (h, c) = self.one(skip)
+    b, _ = self.two(a, (h, c))
+    state = self.gate(h).tanh()  # the gate's weight is used on both sides
+    d, _ = self.three(b + skip, state)
+    return d * skip
 
 
 @pytest.mark.slow_rows("compiles by Inductor")
@@ -143,7 +136,9 @@ class Stack(nn.Module):
     ("how", "dtype"), [("aot_eager", torch.float32), ("inductor", torch.bfloat16)]
 )
 def test_stacked_rnns(how: str, dtype: torch.dtype) -> None:
-    net = Stack()
+    net = module_of(
+        stack, one=nn.LSTM(4, 4), two=nn.LSTM(4, 4), three=nn.GRU(4, 4), gate=nn.Linear(4, 4)
+    )
     reference = compiled(net, "eager", rnns_in(dtype))
     fast = compiled(net, how, rnns_in(dtype))
     tolerance = 1e-5 if dtype is torch.float32 else 2e-2

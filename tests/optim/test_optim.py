@@ -61,9 +61,7 @@ def test_a_hook_before_the_step_may_change_the_gradients() -> None:
         optimizer.register_step_pre_hook(
             lambda o, *_: [p.grad.mul_(0.5) for g in o.param_groups for p in g["params"]] and None  # type: ignore[func-returns-value]
         )
-    for _ in range(2):
-        twins.step()
-    twins.agree()
+    twins.train(2)
 
 
 def test_hooks_of_the_state_dict() -> None:
@@ -152,9 +150,7 @@ def test_the_default_dtype_does_not_matter() -> None:
     torch.set_default_dtype(torch.float64)
     try:
         twins = Twins(decayed, [torch.randn(3, 4, dtype=torch.float32)], emit="inductor")
-        for _ in range(3):
-            twins.step()
-        twins.agree()
+        twins.train()
         twins.optimizer.zero_grad()
         twins.mine[0].grad = torch.full((3, 4), INF, dtype=torch.float32)
         twins.optimizer.step()
@@ -166,9 +162,7 @@ def test_the_default_dtype_does_not_matter() -> None:
 def test_fused_and_foreach_settings_do_not_matter() -> None:
     for setting in ({"fused": True}, {"foreach": True}, {"foreach": False}):
         twins = Twins(functools.partial(decayed, **setting))  # type: ignore[arg-type]
-        for _ in range(2):
-            twins.step()
-        twins.agree()
+        twins.train(2)
 
 
 def test_an_optimizer_that_took_steps_before_goes_on() -> None:

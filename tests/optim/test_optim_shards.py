@@ -1,15 +1,14 @@
 """MPOptimizer over sharded parameters: FSDP2's and others' DTensors, on processes that use gloo."""
 
 import copy
-from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from as_written import AsWritten
-from ranks import join, on_each_rank
+from ranks import on_each_rank
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -309,11 +308,9 @@ REFUSED = (Normalised, ByPosition, WholeState, torch.optim.Muon, torch.optim.Ada
 
 
 @pytest.fixture
-def mesh(tmp_path: Path) -> Iterator[Any]:
+def mesh(group: None) -> Any:
     """A mesh of this process alone; a step over it is judged as over several."""
-    join(0, 1, str(tmp_path))
-    yield init_device_mesh("cpu", (1,))
-    dist.destroy_process_group()
+    return init_device_mesh("cpu", (1,))
 
 
 def sharded(mesh: Any) -> nn.Parameter:

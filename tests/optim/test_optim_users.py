@@ -103,9 +103,7 @@ def test_a_step_that_works_on_data_and_in_the_gradient(
     max_grad_norm: float | None, emit: str
 ) -> None:
     twins = Twins(OldStyle, max_grad_norm=max_grad_norm, emit=emit)
-    for _ in range(4):
-        twins.step()
-    twins.agree()
+    twins.train(4)
     assert twins.optimizer.compilations == 1
 
 
@@ -126,9 +124,7 @@ def test_a_step_that_calls_its_bases() -> None:
     twins = Twins(functools.partial(Shrinking, lr=0.1))
     calls: list[Any] = []
     twins.optimizer._inner.register_step_pre_hook(lambda *_: calls.append(_))
-    for _ in range(3):
-        twins.step()
-    twins.agree()
+    twins.train()
     assert len(calls) == 3
     assert twins.optimizer.compilations == 1
     assert Adam.step.hooked  # type: ignore[attr-defined]  # put back
@@ -156,9 +152,7 @@ class Unlike(Optimizer):
 @pytest.mark.parametrize("settings", [{}, {"lr": None}, {"lr": 0.3}])
 def test_settings_of_any_name(settings: dict[str, Any]) -> None:
     twins = Twins(functools.partial(Unlike, **settings))
-    for _ in range(3):
-        twins.step()
-    twins.agree()
+    twins.train()
 
 
 def test_settings_changed_in_place_and_attributes_are_honoured() -> None:

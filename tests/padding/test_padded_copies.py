@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from module_of import module_of
 from torch import Tensor, nn
 
 from mpcompile import LossScale, MPOptimizer, mpcompile
@@ -25,18 +26,6 @@ class Net(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         h = self.conv(x).relu().flatten(1)
         return self.down(torch.sigmoid(self.up(h)))
-
-
-class Tied(nn.Module):
-    """The head of 101 words is the embedding: the head reads it padded, the embedding doesn't."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.words = nn.Embedding(101, 20)
-        self.middle = nn.Linear(20, 20)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return F.linear(self.middle(self.words(tokens)), self.words.weight)
 
 
 def trained(model: nn.Module, pad: str, dtype: torch.dtype, **options: Any) -> MPOptimizer:
@@ -141,7 +130,13 @@ def test_accumulated_gradients_add_up() -> None:
 
 @HALVES
 def test_a_tied_weight_has_one_padded_copy(dtype: torch.dtype) -> None:
-    start, tokens = Tied(), torch.randint(101, (2, 8))
+    """The head of 101 words is the embedding: the head reads it padded, the embedding doesn't."""
+    start = module_of(
+        lambda self, tokens: F.linear(self.middle(self.words(tokens)), self.words.weight),
+        words=nn.Embedding(101, 20),
+        middle=nn.Linear(20, 20),
+    )
+    tokens = torch.randint(101, (2, 8))
     losses = {}
     for pad in ("never", "always"):
         model = copy.deepcopy(start)

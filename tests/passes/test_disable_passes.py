@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from compare import MLP, check, leaf
 from exact import InFP64, results
+from module_of import module_of
 from torch import nn
 
 from mpcompile import MPCompileError, MPOptimizer, compiled_plans, mpcompile, plan_for
@@ -16,18 +17,12 @@ from mpcompile.plans import pipeline
 PASSES = tuple(pipeline.MAY_BE_DISABLED)
 
 
-class Attention(nn.Module):
+def attention_forward(self: Any, x: torch.Tensor) -> torch.Tensor:
     """Attention with a mask, a softmax beside it, a square, and dims that are worth padding."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv, self.out = nn.Linear(12, 36), nn.Linear(12, 7)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = self.qkv(x).chunk(3, -1)
-        own = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        weights = (q @ k.transpose(-1, -2)).softmax(-1).to(q.dtype)
-        return self.out(own * own + weights @ v)
+    q, k, v = self.qkv(x).chunk(3, -1)
+    own = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    weights = (q @ k.transpose(-1, -2)).softmax(-1).to(q.dtype)
+    return self.out(own * own + weights @ v)
 
 
 class Convolutions(nn.Module):
@@ -56,7 +51,10 @@ class Classifier(nn.Module):
 
 MODELS: dict[str, tuple[type[nn.Module], tuple[int, ...]]] = {
     "mlp": (MLP, (3, 16)),
-    "attention": (Attention, (2, 9, 12)),
+    "attention": (
+        lambda: module_of(attention_forward, qkv=nn.Linear(12, 36), out=nn.Linear(12, 7)),
+        (2, 9, 12),
+    ),
     "convolutions": (Convolutions, (2, 3, 6, 6)),
     "classifier": (Classifier, (4, 6)),
 }

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from compare import SETTINGS, check, leaf
 from expecttest import assert_expected_inline
-from graphs import Stage
+from graphs import Stage, ran_twice
 from heads import FUSED, head, head_inputs
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -30,8 +30,7 @@ def text(stage: Stage) -> str:
 
 def reason(program: Callable[..., Any], *inputs: Any, **options: Any) -> str:
     """Why the pass leaves the loss of this program alone."""
-    stage = Stage(fuse_head, program, *inputs, fuse_head=True, **options)
-    stage.run_twice()
+    stage = ran_twice(fuse_head, program, *inputs, fuse_head=True, **options)
     assert "fused(" not in text(stage)
     return stage.mark("cross_entropy_loss").reason.rpartition("not fused with its head: ")[2]
 
@@ -40,8 +39,7 @@ def reason(program: Callable[..., Any], *inputs: Any, **options: Any) -> str:
 
 
 def test_applies() -> None:
-    stage = Stage(fuse_head, head, *head_inputs(), fuse_head=True)
-    stage.run_twice()
+    stage = ran_twice(fuse_head, head, *head_inputs(), fuse_head=True)
     assert_expected_inline(
         text(stage),
         """\
@@ -72,8 +70,7 @@ def test_what_place_casts_makes_of_it() -> None:
 
     target = torch.randint(0, 7, (5,))
     inputs = leaf(5, 4), leaf(7, 4), leaf(7), target, torch.rand(7)
-    stage = Stage(place_casts, program, *inputs, fuse_head=True)
-    stage.run_twice()
+    stage = ran_twice(place_casts, program, *inputs, fuse_head=True)
     assert_expected_inline(
         text(stage),
         """\
@@ -100,8 +97,7 @@ def test_two_losses_of_one_weight() -> None:
     def program(x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
         return head(x, weight, target) + head(x.exp(), weight, target)
 
-    stage = Stage(fuse_head, program, *head_inputs(), fuse_head=True)
-    stage.run_twice()
+    stage = ran_twice(fuse_head, program, *head_inputs(), fuse_head=True)
     assert text(stage).count("fused(") == 2
 
 

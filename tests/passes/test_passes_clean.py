@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from compare import leaf
-from graphs import Stage
+from graphs import Stage, ran_twice
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -109,8 +109,7 @@ def test_applies_to_every_spelling() -> None:
         b = a.type_as(q).to(q)
         return b.to(q.device) * a.to(device=q.device, dtype=q.dtype)
 
-    stage = Stage(drop_noop_casts, program, leaf(5, 3), dynamic=True)
-    stage.run_twice()
+    stage = ran_twice(drop_noop_casts, program, leaf(5, 3), dynamic=True)
     stage.expect_text("""\
 q_size_0: SymInt = input
 q_size_1: SymInt = input

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from compare import leaf
-from graphs import Stage
+from graphs import Stage, ran_twice
 from op_db_support import OPS, samples_of
 
 from mpcompile import MPCompileWarning, compiled_plans, mpcompile
@@ -45,8 +45,7 @@ def test_reader_before_the_write_keeps_the_old_value() -> None:
         h.mul_(2)
         return before + h + h.cos()
 
-    stage = Stage(functionalize, program, torch.randn(4))
-    stage.run_twice()
+    stage = ran_twice(functionalize, program, torch.randn(4))
     stage.expect_text("""\
 x: f32[4] = input
 sin: f32[4] = sin(x)

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 from compare import LEVELS, check, fallback_reason, leaf
-from graphs import Stage
+from graphs import Stage, ran_twice
 from torch import Tensor
 from versions import since
 
@@ -64,8 +64,7 @@ PROGRAMS = [
 
 @HOOKS
 def test_applies() -> None:
-    stage = Stage(gather_hooks, read_before, leaf(8, 16), leaf(16, 16))
-    stage.run_twice()
+    stage = ran_twice(gather_hooks, read_before, leaf(8, 16), leaf(16, 16))
     stage.expect_text("""\
 x: f32[8, 16] = input
 w: f32[16, 16] = input

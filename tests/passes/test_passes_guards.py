@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from compare import LEVELS, check, fallback_reason, leaf
-from graphs import Stage
+from graphs import Stage, ran_twice
 from module_of import module_of
 from torch import Tensor, nn
 
@@ -37,8 +37,7 @@ def parts(x: Tensor, w: Tensor) -> Any:
     [(whole_and_view, ["view"]), (parts, ["transpose", "chunk", "getitem", "getitem_1"])],
 )
 def test_up_to_what_makes_the_memory(program: Any, aliases: list[str]) -> None:
-    stage = Stage(guard_aliases, program, leaf(8, 16), leaf(16, 16))
-    stage.run_twice()
+    stage = ran_twice(guard_aliases, program, leaf(8, 16), leaf(16, 16))
     marks = ["linear: LOW [table]", *(f"{name}: FULL [alias]" for name in aliases)]
     stage.expect_marks("\n".join(marks) + "\n")
 
@@ -60,8 +59,7 @@ def test_a_view_that_is_tracked_though_made_under_no_grad() -> None:
         with torch.no_grad():
             return h.view(-1), h.relu()
 
-    stage = Stage(guard_aliases, program, leaf(8, 16), leaf(16, 16))
-    stage.run_twice()
+    stage = ran_twice(guard_aliases, program, leaf(8, 16), leaf(16, 16))
     stage.expect_marks("""\
 linear: LOW [table]
 _set_grad_enabled: KEEP [captured]
@@ -180,9 +178,7 @@ Program = Callable[[torch.Tensor], Any]
 
 def stage(of: Program, *, weight: torch.Tensor = W, **options: Any) -> Stage:
     """`of` applied to a value that Inductor would compute wherever it is read."""
-    made = Stage(keep_compared, lambda x, w: of(F.gelu(x @ w)), X, weight, **options)
-    made.run_twice()
-    return made
+    return ran_twice(keep_compared, lambda x, w: of(F.gelu(x @ w)), X, weight, **options)
 
 
 def kept(made: Stage) -> list[str]:

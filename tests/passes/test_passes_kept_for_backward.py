@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from compare import LEVELS, check, leaf
-from graphs import Stage
+from graphs import Stage, ran_twice
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
@@ -33,8 +33,7 @@ def qkv() -> tuple[Tensor, ...]:
 
 
 def test_applies() -> None:
-    stage = Stage(narrow_softmax, attention, *qkv(), level="O2")
-    stage.run_twice()
+    stage = ran_twice(narrow_softmax, attention, *qkv(), level="O2")
     stage.expect_text("""\
 k: f32[2, 9, 8] = input
 q: f32[2, 9, 8] = input

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from module_of import module_of
 from torch import fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -35,30 +36,17 @@ class Branches(nn.Module):
         return F.adaptive_avg_pool2d(self.last(x) + x[:, :16], 2).flatten(1)
 
 
-class Sliced(nn.Module):
+def sliced(self: Any, x: torch.Tensor) -> torch.Tensor:
     """Views of the input are read by a convolution, and by others."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(16, 16, 3, padding=1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        a, b = x.split(16, 1)
-        return self.conv(a) * a.sum() + F.max_pool2d(b, 3, stride=1, padding=1)
+    a, b = x.split(16, 1)
+    return self.conv(a) * a.sum() + F.max_pool2d(b, 3, stride=1, padding=1)
 
 
-class Attends(nn.Module):
+def attends(self: Any, x: torch.Tensor, heads: torch.Tensor) -> torch.Tensor:
     """Values of four dims beside a convolution, made of no image and read by no convolution."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(1, 16, 3, padding=1)
-        self.mix = nn.Linear(4, 4)
-
-    def forward(self, x: torch.Tensor, heads: torch.Tensor) -> torch.Tensor:
-        weights = self.mix(heads).softmax(-1)
-        again = torch.cat([weights.exp(), weights.tanh()])
-        return (again @ again.mT).mean() + F.relu(self.conv(x)).mean()
+    weights = self.mix(heads).softmax(-1)
+    again = torch.cat([weights.exp(), weights.tanh()])
+    return (again @ again.mT).mean() + F.relu(self.conv(x)).mean()
 
 
 def graph_of(model: nn.Module, *inputs: torch.Tensor, backward: bool, mode: str) -> fx.Graph:
@@ -124,11 +112,17 @@ def test_a_graph_without_a_backward() -> None:
 
 def test_views() -> None:
     """One that is laid out would be a copy, which a later write to its base would not reach."""
-    assert not laid_in(Sliced(), torch.randn(2, 32, 8, 8))
+    assert not laid_in(
+        module_of(sliced, conv=nn.Conv2d(16, 16, 3, padding=1)), torch.randn(2, 32, 8, 8)
+    )
 
 
 def test_what_is_no_image() -> None:
-    found = laid_in(Attends(), torch.randn(2, 1, 8, 8), torch.randn(2, 3, 4, 4))
+    found = laid_in(
+        module_of(attends, conv=nn.Conv2d(1, 16, 3, padding=1), mix=nn.Linear(4, 4)),
+        torch.randn(2, 1, 8, 8),
+        torch.randn(2, 3, 4, 4),
+    )
     assert shapes(found) <= {(16, 8, 8)}
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from compare import leaf
-from graphs import Stage
+from graphs import Stage, ran_twice
 from torch.utils.checkpoint import checkpoint
 
 from mpcompile import ir
@@ -23,8 +23,7 @@ def test_applies() -> None:
 
         return checkpoint(body, x, use_reentrant=False) + x
 
-    stage = Stage(outline, program, leaf(3, 4), leaf(4, 4))
-    stage.run_twice()
+    stage = ran_twice(outline, program, leaf(3, 4), leaf(4, 4))
     stage.expect_text("""\
 x: f32[3, 4] = input
 w: f32[4, 4] = input
@@ -62,8 +61,7 @@ def test_nested_and_repeated() -> None:
         h = checkpoint(outer, x, use_reentrant=False)
         return checkpoint(inner, h, use_reentrant=False)
 
-    stage = Stage(outline, program, leaf(4))
-    stage.run_twice()
+    stage = ran_twice(outline, program, leaf(4))
 
     def ops(body: Any) -> list[str]:
         return [ir.op_name(n) for n in body.graph.nodes if ir.is_op(n)]

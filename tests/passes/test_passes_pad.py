@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from compare import SETTINGS, check, leaf
 from exact import CORES, assert_exact
-from graphs import Stage
+from graphs import Stage, ran_twice
 from padded_graphs import PAD, SLICE, Chain, alignments, nodes, ours, pads_of_weights, placed
 from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
@@ -130,8 +130,7 @@ def test_symbolic_sizes() -> None:
 
     x = leaf(9, 16)
     torch._dynamo.mark_dynamic(x, 0)
-    stage = Stage(place_pads, program, x, leaf(24, 16), pad="always", cores=CORES)
-    stage.run_twice()
+    stage = ran_twice(place_pads, program, x, leaf(24, 16), pad="always", cores=CORES)
     stage.expect_text("""\
 x_size_0: SymInt = input
 x: f32[s0, 16] = input

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from compare import leaf
-from graphs import Stage
+from graphs import Stage, ran_twice
 
 from mpcompile import ir
 from mpcompile.passes.graph.place_casts import place_casts
@@ -19,8 +19,7 @@ def test_applies() -> None:
     def program(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         return F.linear(F.linear(x, w).softmax(-1), w)
 
-    stage = Stage(place_casts, program, leaf(3, 4), leaf(4, 4))
-    stage.run_twice()
+    stage = ran_twice(place_casts, program, leaf(3, 4), leaf(4, 4))
     stage.expect_text("""\
 x: f32[3, 4] = input
 w: f32[4, 4] = input
@@ -61,8 +60,7 @@ def test_symbolic_sizes() -> None:
 
     x = leaf(3, 4)
     torch._dynamo.mark_dynamic(x, 0)
-    stage = Stage(place_casts, program, x, leaf(5, 4))
-    stage.run_twice()
+    stage = ran_twice(place_casts, program, x, leaf(5, 4))
     stage.expect_text("""\
 x_size_0: SymInt = input
 x: f32[s0, 4] = input

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from compare import LEVELS, leaf
 from expecttest import assert_expected_inline
-from graphs import Stage
+from graphs import Stage, ran_twice
 from torch import nn
 
 from mpcompile import ir
@@ -33,8 +33,7 @@ class Block(nn.Module):
 
 @LEVELS
 def test_the_residual_stream_is_added_in_fp32(level: str) -> None:
-    stage = Stage(plan, Block(), leaf(2, 3, 8), level=level)
-    stage.run_twice()
+    stage = ran_twice(plan, Block(), leaf(2, 3, 8), level=level)
     stage.expect_marks("""\
 layer_norm: FULL [table]
 linear: LOW [table]
@@ -50,8 +49,7 @@ mean: FULL [table]
 
 
 def test_o3_everything_low() -> None:
-    stage = Stage(plan, Block(), leaf(2, 3, 8), level="O3")
-    stage.run_twice()
+    stage = ran_twice(plan, Block(), leaf(2, 3, 8), level="O3")
     assert ": FULL" not in stage.marks
 
 
@@ -134,8 +132,7 @@ def test_what_o2_stores_low_is_cast_down_once_and_up_for_each_reader() -> None:
         return F.linear(F.layer_norm(F.linear(p, w) + h + x, (8,)), w)
 
     inputs = leaf(10, 8), torch.zeros(4, dtype=torch.int64), leaf(8, 8)
-    stage = Stage(place_casts, program, *inputs, level="O2")
-    stage.run_twice()
+    stage = ran_twice(place_casts, program, *inputs, level="O2")
     stage.expect_text("""\
 idx: i64[4] = input
 table: f32[10, 8] = input
@@ -182,8 +179,7 @@ def test_a_gpt_block(level: str, stream: str, tables: str) -> None:
     the backward.
     """
     block = GPT(GPTConfig(vocab=16, context=8, width=16, layers=1, heads=2)).blocks[0]
-    stage = Stage(plan, nn.Sequential(block, nn.LayerNorm(16)), leaf(2, 8, 16), level=level)
-    stage.run_twice()
+    stage = ran_twice(plan, nn.Sequential(block, nn.LayerNorm(16)), leaf(2, 8, 16), level=level)
     expected = f"""\
 layer_norm: FULL [table]
 linear: LOW [table]
@@ -249,8 +245,7 @@ class Basic(nn.Module):
 
 @pytest.mark.parametrize(("level", "stream"), [("O1", "FULL"), ("O2", "LOW")])
 def test_a_resnet_block(level: str, stream: str) -> None:
-    stage = Stage(plan, Basic(), leaf(2, 4, 8, 8), level=level)
-    stage.run_twice()
+    stage = ran_twice(plan, Basic(), leaf(2, 4, 8, 8), level=level)
     expected = f"""\
 conv2d: LOW [table]
 add_: KEEP [captured]

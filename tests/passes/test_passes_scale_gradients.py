@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from compare import leaf
 from graphs import Stage
+from module_of import function_of
 
 from mpcompile import ir
 from mpcompile.errors import CannotRewrite
@@ -81,14 +82,7 @@ def test_symbolic_sizes() -> None:
     assert "x_unscale: f32[s0, 4] = mpcompile::unscale_grad(x, mp_scale, mp_found)" in stage.text
 
 
-class Clip(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x * 1
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        return grad.clamp(-1, 1)
+Clip = function_of(lambda ctx, x: x * 1, lambda ctx, grad: grad.clamp(-1, 1))
 
 
 def test_a_backward_of_the_users_gets_gradients_true_to_size() -> None:

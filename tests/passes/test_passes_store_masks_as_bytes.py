@@ -16,6 +16,8 @@ from mpcompile.lower.emitter import emit
 from mpcompile.lower.joint import JointPasses
 from mpcompile.passes.joint.kept_for_backward import store_masks_as_bytes
 
+pytestmark = pytest.mark.slow("compiles by Inductor")
+
 REST = pytest.mark.sweep("programs that are chains of others")
 
 BF16 = torch.bfloat16
@@ -77,7 +79,6 @@ def residual(x: torch.Tensor) -> torch.Tensor:
     return torch.relu(x + x.roll(1)).to(BF16)
 
 
-@pytest.mark.slow("compiles by Inductor")
 def test_the_sign_of_a_relu() -> None:
     halves = Halves()
     run(halves.compile(residual), torch.randn(64, 32))
@@ -115,7 +116,6 @@ PAIRS = [(name, bool(number % 2) is not other) for other in (False, True)
          for number, name in enumerate(PROGRAMS)]  # fmt: skip
 
 
-@pytest.mark.slow("compiles by Inductor")
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("name", "dynamic"),
@@ -136,7 +136,6 @@ def test_the_same_results_and_gradients(name: str, dynamic: bool) -> None:
     torch.testing.assert_close(found, expected, equal_nan=True, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.slow("compiles by Inductor")
 def test_every_mask_that_is_kept_is_bytes() -> None:
     for name in ("relu", "dropout", "transposed"):
         halves = Halves()
@@ -163,7 +162,6 @@ def _of_the_user(x: torch.Tensor) -> torch.Tensor:
 MASK = torch.rand(24, 40) > 0.5
 
 
-@pytest.mark.slow("compiles by Inductor")
 @pytest.mark.parametrize("program", [_returned, _counted, _of_the_user])
 def test_left_alone(program: Program) -> None:
     halves = Halves()
@@ -172,7 +170,6 @@ def test_left_alone(program: Program) -> None:
     assert "u8[" not in halves.after[0]
 
 
-@pytest.mark.slow("compiles by Inductor")
 def test_left_alone_where_bools_are_fast(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CPU, "slow_bools", False)
     halves = Halves()
@@ -181,7 +178,6 @@ def test_left_alone_where_bools_are_fast(monkeypatch: pytest.MonkeyPatch) -> Non
     assert halves.after == halves.before
 
 
-@pytest.mark.slow("compiles by Inductor")
 def test_a_model_keeps_bytes() -> None:
     """From `mpcompile(model)` on: between forward and backward lie bytes, and no bools."""
     kept: list[torch.dtype] = []

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from explained import MODELS, Broken, Checkpointed, Squared, Tagger
+from module_of import module_of
 from torch import Tensor, nn
 
 from mpcompile import (
@@ -25,15 +26,9 @@ from mpcompile.plans.graph_plan import BackwardNode, GraphPlan
 X = torch.ones(4, 8)
 
 
-class Calls(nn.Module):
+def calls(body: Callable[[nn.Linear, Tensor], Any]) -> nn.Module:
     """A module whose forward is a function of its layer and its input."""
-
-    def __init__(self, body: Callable[[nn.Linear, Tensor], Any]) -> None:
-        super().__init__()
-        self.layer, self.body = nn.Linear(8, 8), body
-
-    def forward(self, x: Tensor) -> Any:
-        return self.body(self.layer, x)
+    return module_of(lambda self, x: self.body(self.layer, x), layer=nn.Linear(8, 8), body=body)
 
 
 def backward(model: nn.Module, x: Tensor, **options: Any) -> tuple[BackwardNode, ...]:
@@ -87,7 +82,7 @@ def test_a_cast_of_an_input_without_gradient_has_none() -> None:
 
 def test_a_sum_of_gradients_belongs_to_none() -> None:
     """Two readers of a value: autograd adds their gradients outside of any node."""
-    found = backward(Calls(lambda layer, x: (y := layer(x)).exp() + y.sin()), X)
+    found = backward(calls(lambda layer, x: (y := layer(x)).exp() + y.sin()), X)
     assert [n.op for n in found if not n.forward] == ["aten::add"]
 
 
@@ -169,7 +164,7 @@ BREAKS = {
 
 @pytest.mark.parametrize("body", BREAKS)
 def test_a_break_tells_its_reason_and_line(body: Any) -> None:
-    model, (reason, where) = Calls(body), BREAKS[body]
+    model, (reason, where) = calls(body), BREAKS[body]
     planned = explain(model, X)
     broken, *_, last = planned.graphs
     assert broken.ends_with.startswith(reason)
@@ -181,7 +176,7 @@ def test_a_break_tells_its_reason_and_line(body: Any) -> None:
 
 
 def test_a_compile_tells_it_too() -> None:
-    model = mpcompile(Calls(prints), emit="eager")
+    model = mpcompile(calls(prints), emit="eager")
     model(X)
     assert [plan.ends_with for plan in compiled_plans(model)] == [
         plan.ends_with for plan in explain(model, X).graphs
@@ -202,7 +197,7 @@ def test_a_branch_on_a_value() -> None:
         y = layer(x)
         return y.exp() if y.sum() > 0 else layer(y)
 
-    model = mpcompile(Calls(branches), emit="eager")
+    model = mpcompile(calls(branches), emit="eager")
     model(X)
     first = compiled_plans(model)[0]
     says = "Data-dependent branching: the program branches on the value of a tensor"
@@ -223,7 +218,7 @@ def test_ways_of_branching() -> None:
             return layer(y).exp() if y.max() > 1 else layer(y).sin()
         return y.cos()
 
-    plan = explain(Calls(branches), X)
+    plan = explain(calls(branches), X)
     assert {"exp", "sin", "cos"} <= {op for ops in planned_ops(plan) for op in ops}
     assert len(plan.breaks) >= 3
 
@@ -233,7 +228,7 @@ def test_ways_of_branching() -> None:
             y = layer(y)
         return y
 
-    assert explain(Calls(loops), X).breaks
+    assert explain(calls(loops), X).breaks
 
     def always(layer: nn.Linear, x: Tensor) -> Tensor:
         if layer(x).sum() > 0:
@@ -241,11 +236,11 @@ def test_ways_of_branching() -> None:
         raise ValueError("not today")
 
     with pytest.raises(MPCompileError, match="ValueError: not today"):
-        explain(Calls(always), X)
+        explain(calls(always), X)
 
 
 def test_a_graph_that_is_left_may_break() -> None:
-    planned = explain(Calls(prints), X, level="O0")
+    planned = explain(calls(prints), X, level="O0")
     assert [plan.ends_with is None for plan in planned.graphs] == [False, True]
     assert planned.left == ('level="O0" was asked for',) * 2
 

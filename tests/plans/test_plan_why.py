@@ -8,6 +8,7 @@ import re
 import pytest
 import torch
 from effort import lines_run
+from module_of import module_of
 from plans import cast, graph, large, node, plan
 from small_calls import Calls, X, in_two_graphs
 from torch import nn
@@ -20,19 +21,14 @@ from mpcompile.plans import Plan
 from mpcompile.plans.graph_plan import BackwardNode
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc, self.act = nn.Linear(61, 61), nn.GELU()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.act(self.fc(x))
+def block() -> nn.Module:
+    return module_of(lambda self, x: self.act(self.fc(x)), fc=nn.Linear(61, 61), act=nn.GELU())
 
 
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.blocks, self.unused = nn.Sequential(Block(), Block()), nn.Linear(4, 4)
+        self.blocks, self.unused = nn.Sequential(block(), block()), nn.Linear(4, 4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y: torch.Tensor = self.blocks(x)
@@ -214,7 +210,7 @@ def test_an_unknown_name(name: str, hint: str) -> None:
 
 @pytest.mark.slow("plans of several models")
 def test_of_one_graph() -> None:
-    model = mpcompile(Block(), dtype=torch.float16, emit="eager")
+    model = mpcompile(block(), dtype=torch.float16, emit="eager")
     model(torch.ones(8, 61))
     (compiled,) = compiled_plans(model)
     assert compiled.why("linear").startswith("linear: FP16, decided by ")

@@ -88,12 +88,8 @@ ORDERS = ["DDP(mpcompile)", "mpcompile(DDP)", "mpcompile(DDP), optimizer first",
 
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
-def test_one_process_trains_as_in_fp32(order: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    join(0, 1, str(tmp_path))
-    try:
-        train(0, 1, order, dtype)
-    finally:
-        dist.destroy_process_group()
+def test_one_process_trains_as_in_fp32(order: str, dtype: torch.dtype, group: None) -> None:
+    train(0, 1, order, dtype)
 
 
 FP16, BF16 = torch.float16, torch.bfloat16
@@ -230,22 +226,18 @@ def test_hooks_of_torch_send_gradients_low() -> None:
     on_each_rank(_hooks_of_torch)
 
 
-def test_other_engines_in_a_ddp_are_refused(tmp_path: Path) -> None:
-    join(0, 1, str(tmp_path))
-    try:
-        with torch._dynamo.config.patch(optimize_ddp="python_reducer"):
-            reducer = DistributedDataParallel(Net())
-        with pytest.raises(MPCompileError, match="Python reducer"):
-            mpcompile(reducer)
-        casting = DistributedDataParallel(mpcompile(Net(), emit="eager"))
-        casting.mixed_precision = object()
-        with pytest.raises(MPCompileError, match="mixed_precision"):
-            mpcompile(casting)
-        casting.module.train()
-        with pytest.raises(MPCompileError, match="mixed_precision"):
-            casting._run_ddp_forward(torch.randn(2, 8))
-    finally:
-        dist.destroy_process_group()
+def test_other_engines_in_a_ddp_are_refused(group: None) -> None:
+    with torch._dynamo.config.patch(optimize_ddp="python_reducer"):
+        reducer = DistributedDataParallel(Net())
+    with pytest.raises(MPCompileError, match="Python reducer"):
+        mpcompile(reducer)
+    casting = DistributedDataParallel(mpcompile(Net(), emit="eager"))
+    casting.mixed_precision = object()
+    with pytest.raises(MPCompileError, match="mixed_precision"):
+        mpcompile(casting)
+    casting.module.train()
+    with pytest.raises(MPCompileError, match="mixed_precision"):
+        casting._run_ddp_forward(torch.randn(2, 8))
 
 
 class Slow:
@@ -283,34 +275,26 @@ def test_a_ddp_goes_right_after_a_backward(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow("trains on ranks")
-def test_a_ddp_keeps_its_group_only_while_it_lives(tmp_path: Path) -> None:
+def test_a_ddp_keeps_its_group_only_while_it_lives(group: None) -> None:
     def kept() -> list[Any]:
         return [module() for module, _ in ddp._held]
 
-    join(0, 1, str(tmp_path))
-    try:
-        models = [mpcompile(DistributedDataParallel(Net()), emit="eager") for _ in range(2)]
-        for model in models:
-            model(torch.randn(2, 8)).sum().backward()
-        assert all(any(model is one for one in kept()) for model in models)
-        del model, models
-        gc.collect()
-        torch._dynamo.reset()
-        other = mpcompile(DistributedDataParallel(Net()), emit="eager")
-        other(torch.randn(2, 8))
-        assert kept() == [other]
-    finally:
-        dist.destroy_process_group()
+    models = [mpcompile(DistributedDataParallel(Net()), emit="eager") for _ in range(2)]
+    for model in models:
+        model(torch.randn(2, 8)).sum().backward()
+    assert all(any(model is one for one in kept()) for model in models)
+    del model, models
+    gc.collect()
+    torch._dynamo.reset()
+    other = mpcompile(DistributedDataParallel(Net()), emit="eager")
+    other(torch.randn(2, 8))
+    assert kept() == [other]
 
 
-def test_a_ddp_answers_for_what_it_wraps(tmp_path: Path) -> None:
-    join(0, 1, str(tmp_path))
-    try:
-        inner = mpcompile(Net(), emit="eager")
-        outer = mpcompile(DistributedDataParallel(Net()), emit="eager")
-        assert loss_scale_of(DistributedDataParallel(inner)) is loss_scale_of(inner)
-        assert loss_scale_of(outer).skipped_steps == 0
-        outer(torch.randn(2, 8)).sum().backward()
-        assert {node.module for node in compiled_plans(outer)[0].nodes} >= {"fc1", "fc2"}
-    finally:
-        dist.destroy_process_group()
+def test_a_ddp_answers_for_what_it_wraps(group: None) -> None:
+    inner = mpcompile(Net(), emit="eager")
+    outer = mpcompile(DistributedDataParallel(Net()), emit="eager")
+    assert loss_scale_of(DistributedDataParallel(inner)) is loss_scale_of(inner)
+    assert loss_scale_of(outer).skipped_steps == 0
+    outer(torch.randn(2, 8)).sum().backward()
+    assert {node.module for node in compiled_plans(outer)[0].nodes} >= {"fc1", "fc2"}

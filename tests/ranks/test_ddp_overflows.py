@@ -18,7 +18,10 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from mpcompile import LossScale, loss_scale_of, mpcompile
 
-pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch without distributed")
+pytestmark = [
+    pytest.mark.skipif(not dist.is_available(), reason="torch without distributed"),
+    pytest.mark.slow("trains on ranks"),
+]
 
 OPTIONS: dict[str, Any] = {"dtype": torch.float16, "emit": "eager"}
 START = 2.0**10
@@ -246,7 +249,6 @@ def _two(rank: int) -> None:
     not_distributed(rank)
 
 
-@pytest.mark.slow("trains on ranks")
 def test_two_processes_decide_alike() -> None:
     on_each_rank(_two)
 
@@ -256,7 +258,6 @@ def _four(rank: int) -> None:
     plant(rank, "accumulated", "O1", False)
 
 
-@pytest.mark.slow("trains on ranks")
 def test_four_processes_decide_alike() -> None:
     on_each_rank(_four, ranks=4)
 
@@ -325,7 +326,6 @@ def _starts(rank: int) -> None:
     loaded(rank, False)
 
 
-@pytest.mark.slow("trains on ranks")
 def test_ranks_start_alike() -> None:
     on_each_rank(_starts)
 
@@ -348,6 +348,5 @@ def _statistics(rank: int) -> None:
         assert bool(net.eval()(x[:1] / 2e5).isfinite().all())
 
 
-@pytest.mark.slow("trains on ranks")
 def test_buffers_of_a_skipped_step_stay_finite() -> None:
     on_each_rank(_statistics)

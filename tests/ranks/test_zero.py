@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from ddp_training import check_same, flat
 from low_gradients import Net
-from ranks import join, on_each_rank
+from ranks import on_each_rank
 from torch import nn
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn.parallel import DistributedDataParallel
@@ -199,26 +199,22 @@ def checkpoint(rank: int) -> None:
         torch.testing.assert_close(go_on(other, resumed, 2), wanted, rtol=1e-5, atol=1e-7)
 
 
-def test_wrappers_of_optimizers(tmp_path: Any) -> None:
-    join(0, 1, str(tmp_path))
-    try:
-        overlapping = zero(Net().parameters(), "adamw", overlap_with_ddp=True)
-        with pytest.raises(MPCompileError, match="use overlap_with_ddp=False"):
-            MPOptimizer(overlapping)
-        averaging = PostLocalSGDOptimizer(torch.optim.SGD(Net().parameters(), lr=0.1), Averager())
-        with pytest.raises(MPCompileError, match=r"MPOptimizer\(SGD\(...\)\), and give it to Post"):
-            MPOptimizer(averaging)
-        net = Net()
-        inside = PostLocalSGDOptimizer(
-            MPOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), emit="eager"), Averager()
-        )
-        before = flat(net)
-        net(torch.ones(2, 8)).sum().backward()
-        wanted = before - 0.1 * torch.cat([p.grad.flatten() for p in net.parameters()])  # type: ignore[union-attr]
-        inside.step()
-        torch.testing.assert_close(flat(net), wanted)
-    finally:
-        dist.destroy_process_group()
+def test_wrappers_of_optimizers(group: None) -> None:
+    overlapping = zero(Net().parameters(), "adamw", overlap_with_ddp=True)
+    with pytest.raises(MPCompileError, match="use overlap_with_ddp=False"):
+        MPOptimizer(overlapping)
+    averaging = PostLocalSGDOptimizer(torch.optim.SGD(Net().parameters(), lr=0.1), Averager())
+    with pytest.raises(MPCompileError, match=r"MPOptimizer\(SGD\(...\)\), and give it to Post"):
+        MPOptimizer(averaging)
+    net = Net()
+    inside = PostLocalSGDOptimizer(
+        MPOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), emit="eager"), Averager()
+    )
+    before = flat(net)
+    net(torch.ones(2, 8)).sum().backward()
+    wanted = before - 0.1 * torch.cat([p.grad.flatten() for p in net.parameters()])  # type: ignore[union-attr]
+    inside.step()
+    torch.testing.assert_close(flat(net), wanted)
 
 
 class Averager:
@@ -228,16 +224,12 @@ class Averager:
         """All ranks are one."""
 
 
-def test_a_step_sends_nothing_but_the_partitions(tmp_path: Any) -> None:
+def test_a_step_sends_nothing_but_the_partitions(group: None) -> None:
     """The gradients are the same on all ranks, and so is what is found in them."""
-    join(0, 1, str(tmp_path))
-    try:
-        net = Net()
-        optimizer = MPOptimizer(zero(net.parameters(), "adamw"), max_grad_norm=1.0, emit="eager")
-        net(torch.ones(2, 8)).sum().backward()
-        with CommDebugMode() as sent:
-            optimizer.step()
-        counts = {str(op): n for op, n in sent.get_comm_counts().items() if n}
-        assert counts == {"c10d.broadcast_": len(list(net.parameters()))}
-    finally:
-        dist.destroy_process_group()
+    net = Net()
+    optimizer = MPOptimizer(zero(net.parameters(), "adamw"), max_grad_norm=1.0, emit="eager")
+    net(torch.ones(2, 8)).sum().backward()
+    with CommDebugMode() as sent:
+        optimizer.step()
+    counts = {str(op): n for op, n in sent.get_comm_counts().items() if n}
+    assert counts == {"c10d.broadcast_": len(list(net.parameters()))}

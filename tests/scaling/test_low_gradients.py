@@ -11,22 +11,11 @@ from typing import Any
 import pytest
 import torch
 from low_gradients import MATRICES, Net, check, inputs, loss, trained
+from module_of import module_of
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from mpcompile import LossScale, MPOptimizer, compiled_plans, mpcompile
-
-
-class Twice(nn.Module):
-    """One parameter used twice in a graph."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc1, self.fc2 = nn.Linear(8, 8), nn.Linear(8, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.fc2(self.fc1(torch.tanh(self.fc1(x))))
-
 
 # -- loops -----------------------------------------------------------------------------------------
 
@@ -137,7 +126,12 @@ def test_the_compiled_backward_may_be_retained() -> None:
 
 
 def test_a_parameter_used_twice_in_a_graph() -> None:
-    model = Twice()
+    # One parameter used twice in a graph.
+    model = module_of(
+        lambda self, x: self.fc2(self.fc1(torch.tanh(self.fc1(x)))),
+        fc1=nn.Linear(8, 8),
+        fc2=nn.Linear(8, 4),
+    )
     reference = copy.deepcopy(model).double()
     _optimizer = trained(model)
     _another_batch_size(model)

@@ -13,6 +13,8 @@ from mpcompile.devices.cpu import CPU
 from mpcompile.lower import joint
 from mpcompile.passes.joint import unscale_together as module
 
+pytestmark = pytest.mark.slow("trainings that overflow, against FP64")
+
 HUGE = 1e35  # times the loss scale, beyond FP32; itself within it
 
 
@@ -91,7 +93,6 @@ def batch(overflow: int | None = None) -> list[torch.Tensor]:
 ARMS = [(level, generated) for level in ("O1", "O2") for generated in (False, True)]
 
 
-@pytest.mark.slow("trainings that overflow, against FP64")
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(("level", "generated"), ARMS)
 def test_one_small_gradient_that_overflows_skips_the_step(
@@ -121,7 +122,6 @@ def test_one_small_gradient_that_overflows_skips_the_step(
     assert any(as_on_a_gpu)
 
 
-@pytest.mark.slow("trainings that overflow, against FP64")
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_the_gradients_are_those_of_fp64(level: str, as_on_a_gpu: list[bool]) -> None:
     model = compiled(level)
@@ -142,7 +142,6 @@ def test_the_gradients_are_those_of_fp64(level: str, as_on_a_gpu: list[bool]) ->
         assert error <= 2e-3 * expected.grad.norm() + 1e-6
 
 
-@pytest.mark.slow("trainings that overflow, against FP64")
 def test_a_second_backward_through_the_same_graph(as_on_a_gpu: list[bool]) -> None:
     """Nothing that was saved is written to."""
     model = compiled("O1")
@@ -155,7 +154,6 @@ def test_a_second_backward_through_the_same_graph(as_on_a_gpu: list[bool]) -> No
         torch.testing.assert_close(p.grad, 2 * first)
 
 
-@pytest.mark.slow("trainings that overflow, against FP64")
 def test_an_overflow_of_one_backward_of_several(as_on_a_gpu: list[bool]) -> None:
     """Accumulated, also where the gradient was set to zero in between."""
     model = compiled("O1")

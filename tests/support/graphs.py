@@ -94,6 +94,13 @@ class Stage:
         return next(n for n in self.gm.graph.nodes if n.name == name)
 
 
+def ran_twice(pass_: pipeline.Pass, program: Any, *inputs: Any, **options: Any) -> Stage:
+    """A stage whose pass has run twice."""
+    stage = Stage(pass_, program, *inputs, **options)
+    stage.run_twice()
+    return stage
+
+
 def _renumbered(text: str) -> str:
     """Symbols as s0, s1, ... in order of appearance: torch numbers them as it likes."""
     names: dict[str, str] = {}

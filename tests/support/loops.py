@@ -191,10 +191,11 @@ def agree(way: Way, loop: Callable[[Way], Any], tolerance: float | None = None) 
     return mixed
 
 
-def agreeing(*, tolerance: float | None = None, bf16: float | None = None) -> Any:
+def agreeing(ways: Any = None, *, tolerance: float | None = None, bf16: float | None = None) -> Any:
     """A test whose body is a loop: that it agrees, in the `way` that the test is given.
 
     Args:
+        ways: a mark that gives them, if none above does.
         tolerance, bf16: for `agree`; in BF16 the second, if it is there.
     """
 
@@ -204,7 +205,7 @@ def agreeing(*, tolerance: float | None = None, bf16: float | None = None) -> An
             allowed = bf16 if bf16 and way.dtype is torch.bfloat16 else tolerance
             agree(way, lambda run: loop(way=run, **given), allowed)
 
-        return test
+        return ways(test) if ways else test
 
     return made
 

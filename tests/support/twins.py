@@ -45,6 +45,12 @@ class Twins:
         for optimizer in self.both:
             optimizer.step()
 
+    def train(self, steps: int = 3) -> None:
+        """Steps with random gradients, after which both agree."""
+        for _ in range(steps):
+            self.step()
+        self.agree()
+
     def step_clipped(
         self, to: float, gradients: Sequence[torch.Tensor | None] | None = None, **tolerance: float
     ) -> None:

@@ -105,15 +105,25 @@ class Run:
         return self.optimizer(torch.optim.AdamW(parameters, lr=1e-2), **settings)
 
     @staticmethod
-    def usual(loss_of: Callable[..., Any], optimizer: Optimizer) -> Callable[..., torch.Tensor]:
-        """The step of most loops."""
+    def usual(
+        loss_of: Callable[..., Any],
+        *optimizers: Optimizer,
+        end: Callable[..., Any] = torch.Tensor.detach,
+        then: Callable[[], Any] = lambda: None,
+        **backward: Any,
+    ) -> Callable[..., Any]:
+        """The step of most loops: `end` makes the result of the loss, `then` is done at last."""
 
-        def step(*args: Any) -> torch.Tensor:
-            loss: torch.Tensor = loss_of(*args)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            return loss.detach()
+        def step(*args: Any) -> Any:
+            loss = loss_of(*args)
+            loss.backward(**backward)
+            result = end(loss)
+            for optimizer in optimizers:
+                optimizer.step()
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            then()
+            return result
 
         return step
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch._dynamo.exc import BackendCompilerFailed
 from torch.nn.parallel import DistributedDataParallel
@@ -164,14 +163,6 @@ def test_recurrent_layers_stay_in_fp32(layer: type[nn.RNNBase], emit: str) -> No
     assert WHY in (compiled_plans(model)[0].left or "")
     for p, true in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(p.grad, true.grad)
-
-
-@pytest.fixture
-def group() -> Iterator[None]:
-    store = dist.HashStore()  # type: ignore[attr-defined]
-    dist.init_process_group("gloo", rank=0, world_size=1, store=store)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("what", ["a module", "a function"])

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import sympy
 import torch
-from graphs import Stage
+from graphs import ran_twice
 from repository import ROOT
 from torch import nn
 from torch._inductor.custom_graph_pass import CustomGraphPass
@@ -141,8 +141,7 @@ KERNEL = torch.randn(4, 4, 3, 3, 3)
 
 
 def decided(program: Any, *inputs: torch.Tensor, **options: Any) -> str:
-    stage = Stage(guard_kernels, program, *inputs, **{**in_bf16, **options})
-    stage.run_twice()
+    stage = ran_twice(guard_kernels, program, *inputs, **{**in_bf16, **options})
     return stage.marks
 
 

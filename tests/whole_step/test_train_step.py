@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from compare import DTYPES, LEVELS, TOLERANCE
 from torch import nn
-from whole_steps import batches, net
+from whole_steps import Run, batches, net
 
 from mpcompile import MPCompileWarning, MPOptimizer, compiled_plans, mpcompile
 from mpcompile.compiler import backend
@@ -25,14 +25,7 @@ def make_optimizer(kind: str, model: nn.Module, **settings: Any) -> torch.optim.
 
 
 def train_step(model: nn.Module, optimizer: torch.optim.Optimizer) -> Step:
-    def step(x: torch.Tensor, y: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
-        loss = F.cross_entropy(model(x), y) * factor
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
-
-    return step
+    return Run.usual(lambda x, y, factor: F.cross_entropy(model(x), y) * factor, optimizer)
 
 
 def assert_trains_as_plain(

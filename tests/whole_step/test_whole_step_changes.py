@@ -9,6 +9,8 @@ import torch
 from torch import nn
 from whole_steps import BOTH, O1, O1_MP, SETTINGS, Run, Setting, agree, agree_left, batches, net
 
+pytestmark = pytest.mark.slow("compiles whole steps of several kinds, against FP64")
+
 Step = Callable[..., Any]
 Change = Callable[[Run, nn.Sequential, torch.optim.Optimizer], Any]
 
@@ -97,7 +99,6 @@ CHANGES: dict[Change, int] = {
 }  # fmt: skip
 
 
-@pytest.mark.slow("compiles whole steps of several kinds, against FP64")
 @pytest.mark.sampled(3)
 @SETTINGS
 @pytest.mark.parametrize("change", CHANGES, ids=lambda c: c.__name__)
@@ -107,7 +108,6 @@ def test_a_change_between_calls(setting: Setting, change: Change) -> None:
     agree(program(change), batches(6), setting, compiled=CHANGES[change])
 
 
-@pytest.mark.slow("compiles whole steps of several kinds, against FP64")
 @BOTH
 def test_a_gradient_of_the_users_own_is_added_to(setting: Setting) -> None:
     def own_gradient(run: Run, model: nn.Sequential, optimizer: Any) -> None:
@@ -122,7 +122,6 @@ def test_a_gradient_of_the_users_own_is_added_to(setting: Setting) -> None:
     agree(program(own_gradient), batches(5), setting, compiled=2)
 
 
-@pytest.mark.slow("compiles whole steps of several kinds, against FP64")
 @BOTH
 def test_a_parameter_is_replaced(setting: Setting) -> None:
     def replace(run: Run, model: nn.Sequential, optimizer: Any) -> None:
@@ -136,7 +135,6 @@ def test_a_parameter_is_replaced(setting: Setting) -> None:
     agree(program(replace), batches(5), setting, compiled=2)
 
 
-@pytest.mark.slow("compiles whole steps of several kinds, against FP64")
 @pytest.mark.parametrize("setting", [O1, O1_MP], ids=str)
 def test_a_step_hook_runs(setting: Setting) -> None:
     ran = []

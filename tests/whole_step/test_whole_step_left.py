@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from module_of import function_of
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from whole_steps import BOTH, O1, Run, Setting, agree, agree_left, batches, net
@@ -16,37 +17,18 @@ from mpcompile import MPCompileWarning, mpcompile
 Step = Callable[..., Any]
 
 
-class Doubled(torch.autograd.Function):
-    """Twice its input."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x * 2
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        return grad * 2
+Doubled = function_of(lambda ctx, x: x * 2, lambda ctx, grad: grad * 2)
 
 
 def stepping(
-    loss_of: Callable[..., Any], *, end: Callable[..., Any] = lambda loss: loss.detach()
+    loss_of: Callable[..., Any], *, end: Callable[..., Any] = torch.Tensor.detach
 ) -> Callable[[Run], Step]:
     """A step with this loss: a function of the model and the arguments."""
 
     def program(run: Run) -> Step:
         model = run.model(net())
-        optimizer = run.sgd(model.parameters())
         of_model = run.forward(lambda *args: loss_of(model, *args))
-
-        def step(*args: Any) -> Any:
-            loss = of_model(*args)
-            loss.backward()
-            result = end(loss)
-            optimizer.step()
-            optimizer.zero_grad()
-            return result
-
-        return step
+        return run.usual(of_model, run.sgd(model.parameters()), end=end)
 
     return program
 
@@ -200,16 +182,7 @@ def test_a_result_with_a_graph(retain: bool) -> None:
     def program(run: Run) -> Step:
         model = run.model(net())
         optimizer = run.optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-        loss_of = run.loss_of(model)
-
-        def step(x: torch.Tensor, y: torch.Tensor, f: torch.Tensor) -> torch.Tensor:
-            loss = loss_of(x, y, f)
-            loss.backward(retain_graph=retain)
-            optimizer.step()
-            optimizer.zero_grad()
-            return loss
-
-        return step
+        return run.usual(run.loss_of(model), optimizer, end=lambda loss: loss, retain_graph=retain)
 
     if retain:
         agree_left(program, batches(3), O1, "returns a value that still needs a gradient")

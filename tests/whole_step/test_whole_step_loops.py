@@ -9,7 +9,10 @@ from torch import nn
 from torch.optim import lr_scheduler
 from whole_steps import BOTH, O1_MP, O2, SETTINGS, Run, Setting, agree, batches, net
 
-pytestmark = pytest.mark.inside
+pytestmark = [
+    pytest.mark.inside,
+    pytest.mark.slow("compiles whole steps of several kinds, against FP64"),
+]
 
 Step = Callable[..., Any]
 
@@ -29,7 +32,6 @@ def rounding(setting: Setting) -> dict[str, float]:
     return {"rtol": 4 * low, "atol": low / 4}
 
 
-@pytest.mark.slow("compiles whole steps of several kinds, against FP64")
 @SETTINGS
 @pytest.mark.parametrize("bad", [None, 1], ids=["", "overflow"])
 def test_micro_batches_in_a_loop(setting: Setting, bad: int | None) -> None:
@@ -74,7 +76,6 @@ def accumulating(run: Run) -> Step:
     return step
 
 
-@pytest.mark.slow("compiles whole steps of several kinds, against FP64")
 @SETTINGS
 @pytest.mark.parametrize("count", [2, 3])
 def test_gradients_are_left_between_calls(setting: Setting, count: int) -> None:
@@ -82,7 +83,6 @@ def test_gradients_are_left_between_calls(setting: Setting, count: int) -> None:
     agree(accumulating, calls, setting, compiled=count, **rounding(setting))
 
 
-@pytest.mark.slow("compiles whole steps of several kinds, against FP64")
 @BOTH
 @pytest.mark.parametrize("bad", [2, 3])
 def test_one_of_several_calls_overflows(setting: Setting, bad: int) -> None:
@@ -103,7 +103,6 @@ SCHEDULERS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@pytest.mark.slow("compiles whole steps of several kinds, against FP64")
 @pytest.mark.sampled(5)
 @BOTH
 @pytest.mark.parametrize("name", SCHEDULERS)
@@ -122,7 +121,6 @@ def test_a_schedule_outside(setting: Setting, name: str, make: Any) -> None:
     agree(program, batches(6), setting, compiled=2 if moves_momentum else 1, atol=atol)
 
 
-@pytest.mark.slow("compiles whole steps of several kinds, against FP64")
 @SETTINGS
 def test_a_tensor_is_the_learning_rate(setting: Setting) -> None:
     def program(run: Run) -> Step:
@@ -137,7 +135,6 @@ def test_a_tensor_is_the_learning_rate(setting: Setting) -> None:
     agree(program, batches(5), setting)
 
 
-@pytest.mark.slow("compiles whole steps of several kinds, against FP64")
 @pytest.mark.sampled(5)
 @BOTH
 @pytest.mark.parametrize("how", ["norm", "norm-inf", "value"])
@@ -169,7 +166,6 @@ def test_clipping_in_the_function(setting: Setting, how: str, of: str) -> None:
     assert run.scale.skipped_steps == 1
 
 
-@pytest.mark.slow("compiles whole steps of several kinds, against FP64")
 @pytest.mark.parametrize("level", ["O1", "O2"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_clipping_by_the_optimizer(level: str, dtype: torch.dtype) -> None:
@@ -182,7 +178,6 @@ def test_clipping_by_the_optimizer(level: str, dtype: torch.dtype) -> None:
     assert run.optimizers[0].grad_norm > 0.1
 
 
-@pytest.mark.slow("compiles whole steps of several kinds, against FP64")
 @pytest.mark.sampled(3)
 @SETTINGS
 @pytest.mark.parametrize("to_none", [True, False])
@@ -210,7 +205,6 @@ def test_zero_grad(setting: Setting, to_none: bool, where: str, by: str) -> None
     agree(program, batches(4), setting, compiled=compiled)
 
 
-@pytest.mark.slow("compiles whole steps of several kinds, against FP64")
 @BOTH
 def test_gradients_are_returned(setting: Setting) -> None:
     """What `p.grad` is where it is read, not what it was before the call, nor afterwards."""

@@ -11,6 +11,8 @@ from whole_steps import BOTH, SETTINGS, Run, Setting, agree, batches, net
 
 from mpcompile import LossScale
 
+pytestmark = pytest.mark.slow("compiles whole steps of several kinds, against FP64")
+
 Step = Callable[..., Any]
 
 
@@ -54,7 +56,6 @@ def gan_calls(count: int, bad: str | None = None) -> list[tuple[torch.Tensor, ..
     ]
 
 
-@pytest.mark.slow("compiles whole steps of several kinds, against FP64")
 @pytest.mark.sampled(3)
 @SETTINGS
 @pytest.mark.parametrize("zero_first", [True, False])
@@ -65,7 +66,6 @@ def test_a_gan(setting: Setting, zero_first: bool) -> None:
     agree(gan(zero_first), gan_calls(4), setting, compiled=compiled, **loose)
 
 
-@pytest.mark.slow("compiles whole steps of several kinds, against FP64")
 @pytest.mark.sampled(3)
 @BOTH
 @pytest.mark.parametrize("bad", ["d", "g"])
@@ -74,7 +74,6 @@ def test_a_gans_overflow_as_in_pieces(setting: Setting, bad: str) -> None:
     assert run.scale.skipped_steps == 1
 
 
-@pytest.mark.slow("compiles whole steps of several kinds, against FP64")
 @pytest.mark.sampled(3)
 @BOTH
 @pytest.mark.parametrize("bad", ["d", "g"])
@@ -92,53 +91,28 @@ def test_a_gans_overflow_skips_the_step_of_one_network(setting: Setting, bad: st
     assert (run.scale.skipped_steps, run.scale.value) == (1, 512.0)
 
 
-@pytest.mark.slow("compiles whole steps of several kinds, against FP64")
 @SETTINGS
 def test_two_optimizers_after_one_backward(setting: Setting) -> None:
     def program(run: Run) -> Step:
         model = run.model(net())
         matrices = [p for p in model.parameters() if p.dim() > 1]
         others = [p for p in model.parameters() if p.dim() == 1]
-        optimizers = run.sgd(matrices), run.adamw(others)
-        loss_of = run.loss_of(model)
-
-        def step(x: torch.Tensor, y: torch.Tensor, f: torch.Tensor) -> torch.Tensor:
-            loss = loss_of(x, y, f)
-            loss.backward()
-            for o in optimizers:
-                o.step()
-            for o in optimizers:
-                o.zero_grad()
-            return loss.detach()
-
-        return step
+        return run.usual(run.loss_of(model), run.sgd(matrices), run.adamw(others))
 
     bad = {2: 1e30} if setting.dtype is torch.float16 else {}
     agree(program, batches(4, factors=bad), setting)
 
 
-@pytest.mark.slow("compiles whole steps of several kinds, against FP64")
 @BOTH
 def test_two_optimizers_of_the_same_parameters(setting: Setting) -> None:
     def program(run: Run) -> Step:
         model = run.model(net())
         optimizers = [run.sgd(model.parameters(), lr) for lr in (0.1, 0.01)]
-        loss_of = run.loss_of(model)
-
-        def step(x: torch.Tensor, y: torch.Tensor, f: torch.Tensor) -> torch.Tensor:
-            loss = loss_of(x, y, f)
-            loss.backward()
-            for o in optimizers:
-                o.step()
-            optimizers[0].zero_grad()
-            return loss.detach()
-
-        return step
+        return run.usual(run.loss_of(model), *optimizers)
 
     agree(program, batches(4, factors={2: 1e30}), setting)
 
 
-@pytest.mark.slow("compiles whole steps of several kinds, against FP64")
 @SETTINGS
 def test_param_groups_with_settings_of_their_own(setting: Setting) -> None:
     def program(run: Run) -> Step:
@@ -169,7 +143,6 @@ class Tied(nn.Module):
         return self.head(x + self.block(x).relu())
 
 
-@pytest.mark.slow("compiles whole steps of several kinds, against FP64")
 @SETTINGS
 @pytest.mark.parametrize("make", [Run.sgd, Run.adamw])
 def test_tied_weights_a_shared_module_and_an_unused_one(setting: Setting, make: Any) -> None:
@@ -193,7 +166,6 @@ def test_tied_weights_a_shared_module_and_an_unused_one(setting: Setting, make: 
     agree(program, calls, setting, atol=1e-5)
 
 
-@pytest.mark.slow("compiles whole steps of several kinds, against FP64")
 @SETTINGS
 def test_two_losses_and_a_gradient_given(setting: Setting) -> None:
     def program(run: Run) -> Step:
@@ -220,7 +192,6 @@ def test_two_losses_and_a_gradient_given(setting: Setting) -> None:
     agree(program, batches(4, factors=bad), setting)
 
 
-@pytest.mark.slow("compiles whole steps of several kinds, against FP64")
 @BOTH
 def test_the_scale_moves_between_two_backwards_of_one_step(setting: Setting) -> None:
     """The second optimizer's gradients come from forwards before and after the first one's step,

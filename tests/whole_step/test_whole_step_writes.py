@@ -9,6 +9,8 @@ import torch
 from torch import nn
 from whole_steps import BOTH, SETTINGS, Run, Setting, agree, agree_left, batches, net
 
+pytestmark = pytest.mark.slow("compiles whole steps of several kinds, against FP64")
+
 Step = Callable[..., Any]
 Write = Callable[[nn.Module], Any]
 
@@ -61,7 +63,6 @@ def writing(write: Write, when: str) -> Callable[[Run], Step]:
 WRITES = pytest.mark.parametrize("write", [clamp, clamp_data, copy_, decay])
 
 
-@pytest.mark.slow("compiles whole steps of several kinds, against FP64")
 @pytest.mark.sampled(3)
 @BOTH
 @WRITES
@@ -70,7 +71,6 @@ def test_parameters_are_written_after_the_update(setting: Setting, write: Write)
     agree(writing(write, "after"), batches(4), setting)
 
 
-@pytest.mark.slow("compiles whole steps of several kinds, against FP64")
 @pytest.mark.sampled(3)
 @BOTH
 @WRITES
@@ -83,7 +83,6 @@ def test_parameters_are_written_before_a_forward(setting: Setting, write: Write,
         agree_left(writing(write, when), batches(3), setting, "")
 
 
-@pytest.mark.slow("compiles whole steps of several kinds, against FP64")
 @BOTH
 def test_two_steps_in_one_function(setting: Setting) -> None:
     def program(run: Run) -> Step:
@@ -107,35 +106,27 @@ def test_two_steps_in_one_function(setting: Setting) -> None:
     assert run.scale.skipped_steps == 2
 
 
-@pytest.mark.slow("compiles whole steps of several kinds, against FP64")
 @SETTINGS
 @pytest.mark.parametrize("how", ["lerp", "foreach", "swa"])
 def test_an_average_of_the_weights(setting: Setting, how: str) -> None:
     def program(run: Run) -> Step:
         model = run.model(net())
         average = run.model(copy.deepcopy(model).requires_grad_(False))
-        optimizer = run.sgd(model.parameters())
-        loss_of = run.loss_of(model)
 
-        def step(x: torch.Tensor, y: torch.Tensor, f: torch.Tensor) -> torch.Tensor:
-            loss = loss_of(x, y, f)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            with torch.no_grad():
-                if how == "foreach":
-                    averages = list(average.parameters())
-                    torch._foreach_mul_(averages, 0.9)
-                    torch._foreach_add_(averages, list(model.parameters()), alpha=0.1)
-                else:
-                    for p, q in zip(average.parameters(), model.parameters(), strict=True):
-                        if how == "lerp":
-                            p.lerp_(q, 0.1)
-                        else:
-                            p.mul_(0.9).add_(q.detach(), alpha=0.1)
-            return loss.detach()
+        @torch.no_grad()
+        def follow() -> None:
+            if how == "foreach":
+                averages = list(average.parameters())
+                torch._foreach_mul_(averages, 0.9)
+                torch._foreach_add_(averages, list(model.parameters()), alpha=0.1)
+            else:
+                for p, q in zip(average.parameters(), model.parameters(), strict=True):
+                    if how == "lerp":
+                        p.lerp_(q, 0.1)
+                    else:
+                        p.mul_(0.9).add_(q.detach(), alpha=0.1)
 
-        return step
+        return run.usual(run.loss_of(model), run.sgd(model.parameters()), then=follow)
 
     bad = {2: 1e30} if setting.dtype is torch.float16 else {}
     agree(program, batches(4, factors=bad), setting)
@@ -167,7 +158,6 @@ def of_normed(p: float) -> Callable[[Run], Step]:
     return program
 
 
-@pytest.mark.slow("compiles whole steps of several kinds, against FP64")
 @SETTINGS
 def test_buffers_and_the_mode(setting: Setting) -> None:
     run = agree(of_normed(0.0), batches(6), setting, compiled=2)
@@ -176,13 +166,11 @@ def test_buffers_and_the_mode(setting: Setting) -> None:
     assert model.norm.num_batches_tracked == 5
 
 
-@pytest.mark.slow("compiles whole steps of several kinds, against FP64")
 @BOTH
 def test_dropout_as_in_pieces(setting: Setting) -> None:
     agree(of_normed(0.5), batches(5), setting, compiled=2)
 
 
-@pytest.mark.slow("compiles whole steps of several kinds, against FP64")
 @BOTH
 def test_dropout_differs_from_step_to_step(setting: Setting) -> None:
     run = Run(True, setting)
