@@ -12,10 +12,10 @@ from collections.abc import Iterator
 from repository import ROOT, sources
 
 LIMITS = {
-    "lines of source": 41091,
-    "lines of code": 25832,
-    "files of source": 288,
-    "lines of tests": 63331,
+    "lines of source": 40619,
+    "lines of code": 25540,
+    "files of source": 279,
+    "lines of tests": 63029,
     "warnings that count more than two frames": 16,
     "registries of modules": 27,
 }
