@@ -94,7 +94,8 @@ class Overflows:
 
     def __init__(self) -> None:
         self._leaves: dict[torch.device, torch.Tensor] = {}
-        self._parameters = WeakIdKeyDictionary()  # parameters whose gradients the graphs make
+        # Parameters whose gradients the graphs make, and whether they were finite at first.
+        self._parameters = WeakIdKeyDictionary()
         self._count = Count()
         self._looked = Count()  # at the last look of any optimizer
         self.void = Count()
@@ -163,7 +164,8 @@ class Overflows:
         """Note parameters whose gradients come out of the graphs, and shards of them."""
         self.ranks += ranks_of(parameters)
         for parameter in parameters:
-            self._parameters[parameter] = True
+            if parameter not in self._parameters:
+                self._parameters[parameter] = _is_finite(local(parameter))
 
     def count(self) -> Count:
         """How far the backward passes have come by now."""
@@ -253,9 +255,8 @@ class Overflows:
 
     def _check_parameters(self) -> None:
         """After an overflow that no step checked: raise if a parameter is not finite."""
-        for p in map(local, self._parameters):
-            held = p.untyped_storage().size() > 0  # FSDP frees a parameter between uses
-            if held and not bool(p.isfinite().all()):
+        for p, was_finite in self._parameters.items():
+            if bool(was_finite) and not bool(_is_finite(local(p))):
                 raise MPCompileError(
                     f"a parameter of shape {tuple(p.shape)} is not finite: gradients that "
                     "overflowed went into an update that no optimizer made. Put such an update "
@@ -272,6 +273,14 @@ def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
         return None if living is None else living(*args)
 
     return call
+
+
+def _is_finite(parameter: torch.Tensor) -> torch.Tensor:
+    """Whether all that this rank holds of it now is finite: 0-d bool. FSDP frees parameters between
+    their uses.
+    """
+    held = parameter.untyped_storage().size() > 0
+    return parameter.detach().isfinite().all() if held else torch.tensor(True)
 
 
 def any_nonfinite(gradients: Sequence[torch.Tensor]) -> torch.Tensor:

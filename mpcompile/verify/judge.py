@@ -36,7 +36,8 @@ class Errors:
     """How far two values are from the exact one; what is allowed without asking is taken off.
 
     Attributes:
-        compiled: of the compiled value: the largest error of an element, row and column.
+        compiled: of the compiled value: the largest error of an element, row and column; nothing
+            where the uncompiled one is nowhere finite.
         uncompiled: of the uncompiled one.
         holes: in how many places the compiled and the uncompiled one aren't finite where the exact
             one is.
@@ -109,8 +110,11 @@ def _floating_errors(compiled: Tensor, low: Tensor, wide: Tensor, eps: float) ->
         # What isn't finite is judged by that alone; elsewhere the others are.
         meant = rounded.isfinite()
         holes = _count(meant & ~compiled.isfinite()), _count(meant & ~low.isfinite())
-        c, u = (torch.where(meant & v.isfinite(), v, w) for v in (c, u))
-        c, u, w = (torch.where(meant, v, 0.0) for v in (c, u, w))
+        seen = meant & low.isfinite()  # elsewhere nothing tells what rounding does
+        if holes[1] and not bool(seen.any()):
+            return Errors((), (), holes)
+        c = torch.where(compiled.isfinite(), c, w)
+        c, u, w = (torch.where(seen, v, 0.0) for v in (c, u, w))
         scale = w.abs()
     size = scale.square().mean(1, keepdim=True)
     info = torch.finfo(dtype)

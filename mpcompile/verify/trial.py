@@ -179,7 +179,8 @@ class Trial:
                 found.wrong[number] = judge.off(errors)
 
     def _count(self, found: Found, number: int, result: Any, errors: Errors) -> None:
-        if judge.is_vacuous(result) and _varies(self.nodes[number]):
+        tells = errors.compiled or not result.numel()
+        if not tells or (judge.is_vacuous(result) and _varies(self.nodes[number])):
             found.vacuous.add(number)
         else:
             found.verified += 1

@@ -137,6 +137,14 @@ def test_an_unguarded_update_with_an_overflow_is_an_error() -> None:
         hand_written(model, False, 1.0)
 
 
+def test_a_leaf_that_was_never_finite_is_not_an_update() -> None:
+    softmax = mpcompile(lambda x: torch.softmax(x, -1), **FP16)
+    for _ in range(3):
+        x = torch.full((2, 8), -torch.inf, requires_grad=True)
+        softmax(x).sum().backward()
+        assert x.grad.isnan().all()
+
+
 def test_an_unguarded_loop_moves_the_scale() -> None:
     model = mpcompile(mlp(), loss_scale=LossScale.dynamic(4.0, growth_interval=2), **FP16)
     for _ in range(5):

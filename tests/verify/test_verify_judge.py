@@ -80,6 +80,13 @@ def test_an_overflow_that_the_compiled_value_avoids_is_not_wrong() -> None:
     assert errors_of(wide.half(), Pair(low, wide, 2.0**-10)).right
 
 
+def test_where_only_the_uncompiled_value_overflows_nothing_is_told() -> None:
+    wide, low = torch.tensor([1.0, 200.0]), torch.tensor([1.0, torch.nan]).half()
+    assert errors_of(torch.tensor([1.0, 7.0]).half(), Pair(low, wide, 2.0**-10)).right
+    assert not errors_of(torch.tensor([2.0, 200.0]).half(), Pair(low, wide, 2.0**-10)).right
+    assert errors_of(wide.half(), Pair(low / 0 * 0, wide, 2.0**-10)).compiled == ()
+
+
 def test_indices_are_exact_where_nothing_is_rounded() -> None:
     index = torch.arange(4096).reshape(64, 64)
     wrong = index.clone()
