@@ -46,9 +46,13 @@ from benchmarks.real_models import BY_DEVICE, TASKS, TINY
 from mpcompile.devices import cpu
 
 DEVICES = ("cpu",)
+NEEDS = ("timm", "transformers")
 REPORT = "cpu_traffic"  # the same on every machine
 ARMS = (AUTOCAST, *PIECES)
-FLAGS = dict.fromkeys(("avx2", "avx512_f", "avx512_bf16", "amx_bf16", "amx_tile"), True)
+FLAGS = {
+    "architecture": "x86_64",
+    **dict.fromkeys(("avx2", "avx512_f", "avx512_bf16", "amx_bf16", "amx_tile"), True),
+}
 """Of the CPU that is planned for."""
 
 WEIGHTS, GRADIENTS, LOGITS = "weights' casts", "gradients' casts", "logits and loss"

@@ -280,7 +280,7 @@ def _is_finite(parameter: torch.Tensor) -> torch.Tensor:
     their uses.
     """
     held = parameter.untyped_storage().size() > 0
-    return parameter.detach().isfinite().all() if held else torch.tensor(True)
+    return any_nonfinite([parameter.detach()]).logical_not() if held else torch.tensor(True)
 
 
 def any_nonfinite(gradients: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -48,8 +48,11 @@ class Errors:
     holes: tuple[int, int] = (0, 0)
 
     def __or__(self, other: Errors) -> Errors:
-        """With another uncompiled value taken into account: the larger error is what may be."""
-        most = tuple(map(max, self.uncompiled, other.uncompiled))
+        """With another uncompiled value taken into account: the larger error is what may be. One
+        that is nowhere finite tells nothing.
+        """
+        theirs = other.uncompiled or self.uncompiled
+        most = tuple(map(max, self.uncompiled, theirs))
         holes = self.holes[0], max(self.holes[1], other.holes[1])
         return Errors(self.compiled, most, holes)
 

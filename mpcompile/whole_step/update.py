@@ -199,13 +199,13 @@ class Update:
         """
         cut = without_numbers(self._graph, returned=True)
         if cut is None:
-            self._graph(*map(value, ir.slots(self._graph.graph)))
+            self._graph.forward(*map(value, ir.slots(self._graph.graph)))
             return
-        numbers = cut.numbers(*map(value, ir.slots(cut.numbers.graph)))
+        numbers = cut.numbers.forward(*map(value, ir.slots(cut.numbers.graph)))
         if not capabilities(self._step.device).multi_tensor:
             numbers = _kept(numbers)
         slots = [slot for slot in ir.slots(cut.rest.graph) if slot.kind != "number"]
-        cut.rest(*map(value, slots), *numbers)
+        cut.rest.forward(*map(value, slots), *numbers)
         for slot, i in cut.written:
             value(slot).copy_(numbers[i])
 

@@ -84,7 +84,9 @@ def test_where_only_the_uncompiled_value_overflows_nothing_is_told() -> None:
     wide, low = torch.tensor([1.0, 200.0]), torch.tensor([1.0, torch.nan]).half()
     assert errors_of(torch.tensor([1.0, 7.0]).half(), Pair(low, wide, 2.0**-10)).right
     assert not errors_of(torch.tensor([2.0, 200.0]).half(), Pair(low, wide, 2.0**-10)).right
-    assert errors_of(wide.half(), Pair(low / 0 * 0, wide, 2.0**-10)).compiled == ()
+    nothing = errors_of(wide.half(), Pair(low / 0 * 0, wide, 2.0**-10))
+    assert nothing.compiled == ()
+    assert not (errors_of((wide + 1).half(), Pair(wide.half(), wide, 2.0**-10)) | nothing).right
 
 
 def test_indices_are_exact_where_nothing_is_rounded() -> None:

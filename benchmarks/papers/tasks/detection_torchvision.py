@@ -31,7 +31,7 @@ from benchmarks.papers.tasks.detection_data import (
 )
 
 CLASSES = len(SHAPES) + 1
-"""0 is the ground, which RetinaNet has no use for."""
+"""0 is the ground."""
 _IMAGES: dict[str, Any] = {
     # The scenes are near -1 to 1, and of the size that the detectors take: in training, nothing is
     # resized, which torchvision does image by image in Python.
@@ -127,7 +127,7 @@ class _Training(OneModel):
         # Losses are what a detector answers in training; its layers remain in evaluation.
         parts = [part for name, part in net.named_modules() if name in ("", "rpn", "roi_heads")]
         losses, found = [], []
-        with torch.random.fork_rng([]):
+        with torch.random.fork_rng():
             torch.manual_seed(2)  # a Faster R-CNN draws the regions that it judges
             for start in range(0, HELD_OUT, 50):
                 batch = data[start : start + 50].to(self._device)
