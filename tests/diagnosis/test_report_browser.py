@@ -7,7 +7,17 @@ from typing import Any
 
 import pytest
 import torch
-from browser import CHROMEDRIVER, CHROMIUM, WIDTHS, browser, cut_at, opened, undisturbed, written
+from browser import (
+    CHROMEDRIVER,
+    CHROMIUM,
+    WIDTHS,
+    browser,
+    cut_at,
+    opened,
+    steady,
+    undisturbed,
+    written,
+)
 from reports import EVIL, faulty, node, numbers
 from torch import nn
 
@@ -77,7 +87,7 @@ class Reader:
         return self.driver.find_element(By.CSS_SELECTOR, css)
 
     def click(self, css: str) -> None:
-        self.one(css).click()
+        steady(self.driver, css, lambda one: one.click())
 
     def column(self, number: int) -> list[str]:
         """The texts of a column of the table, from top to bottom, without what is below them."""
@@ -90,7 +100,8 @@ class Reader:
 
     @property
     def panel(self) -> str:
-        return self.one("#panel").text
+        text: str = steady(self.driver, "#panel", lambda one: one.text)
+        return text
 
 
 @pytest.fixture

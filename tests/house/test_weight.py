@@ -12,10 +12,10 @@ from collections.abc import Iterator
 from repository import ROOT, sources
 
 LIMITS = {
-    "lines of source": 40633,
-    "lines of code": 25547,
+    "lines of source": 40636,
+    "lines of code": 25548,
     "files of source": 279,
-    "lines of tests": 63044,
+    "lines of tests": 63078,
     "warnings that count more than two frames": 16,
     "registries of modules": 27,
 }

@@ -6,7 +6,17 @@ from typing import Any
 
 import page_plans
 import pytest
-from browser import CHROMEDRIVER, CHROMIUM, WIDTHS, browser, cut_at, opened, undisturbed, written
+from browser import (
+    CHROMEDRIVER,
+    CHROMIUM,
+    WIDTHS,
+    browser,
+    cut_at,
+    opened,
+    steady,
+    undisturbed,
+    written,
+)
 
 from mpcompile.planner.min_cut import NEVER
 from mpcompile.plans.graph_plan import PlanNode
@@ -52,7 +62,7 @@ class Reader:
         ]
 
     def click(self, css: str) -> None:
-        self.driver.find_element(By.CSS_SELECTOR, css).click()
+        steady(self.driver, css, lambda one: one.click())
         self.clicks += 1
 
     def search(self, text: str) -> None:
@@ -62,7 +72,8 @@ class Reader:
 
     @property
     def panel(self) -> str:
-        return self.driver.find_element(By.ID, "panel").text
+        text: str = steady(self.driver, "#panel", lambda one: one.text)
+        return text
 
     def rows(self, name: str = "data-key") -> list[str]:
         """An attribute of every row, read at once."""

@@ -37,6 +37,16 @@ def opened(driver: Any, path: Path) -> Any:
     return driver
 
 
+def steady(driver: Any, css: str, use: Callable[[Any], Any]) -> Any:
+    """What `use` gives of an element, found again where the page draws it anew meanwhile."""
+    from selenium.common.exceptions import StaleElementReferenceException
+
+    for _ in range(4):
+        with contextlib.suppress(StaleElementReferenceException):
+            return use(driver.find_element("css selector", css))
+    return use(driver.find_element("css selector", css))
+
+
 @contextlib.contextmanager
 def undisturbed(driver: Any) -> Iterator[None]:
     """In this context nothing may come to stand in the console, and nothing be asked for."""
