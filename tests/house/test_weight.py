@@ -15,7 +15,7 @@ LIMITS = {
     "lines of source": 40636,
     "lines of code": 25548,
     "files of source": 279,
-    "lines of tests": 63078,
+    "lines of tests": 63080,
     "warnings that count more than two frames": 16,
     "registries of modules": 27,
 }
