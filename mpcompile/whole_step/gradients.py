@@ -89,12 +89,7 @@ def go_backward(
         has no loss scale. And for each loss scale how many gradients overflowed: 0-d FP32. A
         gradient that steps alone read is not counted: they check it.
     """
-    reads = [
-        (r, read, leaf)
-        for r in ran
-        for read, leaf in zip(r.forward.reads, r.leaves, strict=True)
-        if leaf.requires_grad
-    ]
+    reads = _reads(ran)
     counts = {
         r.forward.scale: r.counter
         for r in ran
@@ -126,6 +121,16 @@ def go_backward(
             grad = true if grad is None else grad + true
         arrived.append(grad)
     return arrived, found
+
+
+def _reads(ran: Sequence[TracedForward]) -> list[tuple[TracedForward, CopyInput, torch.Tensor]]:
+    """The copies whose gradients are wanted, each with the forward that read it and its leaf."""
+    return [
+        (r, read, leaf)
+        for r in ran
+        for read, leaf in zip(r.forward.reads, r.leaves, strict=True)
+        if leaf.requires_grad
+    ]
 
 
 def _unscaled(ran: TracedForward, read: CopyInput, grad: torch.Tensor) -> torch.Tensor:

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from repository import ROOT, sources
 
 LIMITS = {
-    "lines of source": 40636,
-    "lines of code": 25548,
+    "lines of source": 40645,
+    "lines of code": 25552,
     "files of source": 279,
     "lines of tests": 63080,
     "warnings that count more than two frames": 16,
