@@ -30,7 +30,7 @@ from unittest import mock
 
 import torch
 from torch import fx, nn
-from torch._inductor import ir, memory, scheduler
+from torch._inductor import memory
 from torch._inductor.fx_utils import count_flops_fx
 from torch._inductor.graph import GraphLowering
 from torch._inductor.scheduler import BaseSchedulerNode
@@ -39,7 +39,7 @@ from torch.utils._ordered_set import OrderedSet
 
 from benchmarks.harness.processes import calls_elsewhere
 from benchmarks.harness.report import Report, Settings, Table, paragraphs, plain
-from benchmarks.harness.scheduled import moved, name_of, origin, origins, plan_only
+from benchmarks.harness.scheduled import is_kernel, moved, name_of, origin, origins, plan_only
 from benchmarks.harness.ways import trainer_for
 from benchmarks.peers.measure import AUTOCAST, PIECES, ways
 from benchmarks.real_models import BY_DEVICE, TASKS, TINY
@@ -62,7 +62,6 @@ MOST_PEAK = 1.01
 """Of the peer's peak."""
 
 _LAYOUT = {"convert_element_type", "permute", "view", "reshape", "clone", "expand", "_to_copy", "t"}
-_NO_KERNEL = (ir.MultiOutput, ir.ResizeStorageBytes, ir.SetSourceTensorKernel)
 
 
 @dataclasses.dataclass
@@ -182,16 +181,10 @@ def _graph(graph: GraphLowering, vocabulary: int) -> _Graph:
         kernels = [
             (_cause(node, graph, vocabulary), _what(node), _bytes(node))
             for node in planned.nodes
-            if _is_kernel(node)
+            if is_kernel(node)
         ]
     given = sum(one.mpi_buffer.size_free for one in freeable.values())
     return _Graph(bool(graph.is_backward), kernels, peak, given, live[-1])
-
-
-def _is_kernel(node: BaseSchedulerNode) -> bool:
-    return not isinstance(node, scheduler.NopKernelSchedulerNode) and not (
-        node.is_extern() and isinstance(node.node, _NO_KERNEL)
-    )
 
 
 def _bytes(node: BaseSchedulerNode) -> int:
@@ -271,7 +264,7 @@ def _sums(found: dict[str, dict[str, Count]]) -> Table:
             )  # fmt: skip
     columns = (
         "", "arm", "moved, MB", "of the peer's", "kernels", "saved, MB", "of the peer's",
-        "peak, MB", "of the peer's",
+        "estimated peak, MB", "of the peer's",
     )  # fmt: skip
     return Table("Forward and backward", columns, rows)
 
@@ -299,6 +292,6 @@ def _verdicts(found: dict[str, dict[str, Count]]) -> dict[str, bool]:
                 claim = f"{name}: {arm} moves no more bytes than {AUTOCAST}"
                 verdicts[f"{claim}: {whole:.3f}x"] = whole <= 1
                 peak = count.peak / peer.peak
-                claim = f"{name}: {arm}'s peak is at most {MOST_PEAK}x that of {AUTOCAST}"
+                claim = f"{name}: {arm}'s estimated peak is at most {MOST_PEAK}x that of {AUTOCAST}"
                 verdicts[f"{claim}: {peak:.3f}x"] = peak <= MOST_PEAK
     return verdicts

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch._inductor import ir, scheduler
+from torch._inductor import scheduler
 from torch._inductor.codegen.triton import TritonScheduling
 from torch._inductor.codegen.triton_combo_kernel import ComboKernel
 from torch._inductor.fx_utils import count_flops_fx
@@ -23,7 +23,7 @@ from torch._inductor.runtime.runtime_utils import last_power_of_2
 from torch._inductor.scheduler import BaseSchedulerNode, Scheduler
 
 from benchmarks.cuda_parts.transposes import transposed
-from benchmarks.harness.scheduled import moved, name_of, origin
+from benchmarks.harness.scheduled import is_kernel, moved, name_of, origin
 
 
 @dataclass(frozen=True)
@@ -58,19 +58,12 @@ def launches(planned: Scheduler) -> list[Launch]:
     return [launch for node in planned.nodes if node not in replaced for launch in _of(node)]
 
 
-_NO_KERNEL = (
-    ir.MultiOutput, ir.ResizeStorageBytes, ir.SetSourceTensorKernel, ir.AssertScalar,
-    ir.DynamicScalar,
-)  # fmt: skip
-
-
 def _of(node: BaseSchedulerNode) -> Iterator[Launch]:
-    if isinstance(node, scheduler.NopKernelSchedulerNode):
+    if not is_kernel(node):
         return
     if node.is_extern():
-        if not isinstance(node.node, _NO_KERNEL):
-            yield from in_parts(_library(node), _parts(node))
-            yield from _transposes(node)
+        yield from in_parts(_library(node), _parts(node))
+        yield from _transposes(node)
     elif isinstance(node, scheduler.ForeachKernelSchedulerNode):
         for group in _partitions(node):
             size = sum(moved(part) for part in group)

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._inductor import ir
+from torch._inductor import ir, scheduler
 from torch._inductor.dependencies import Dep, MemoryDep, StarDep
 from torch._inductor.graph import GraphLowering
 from torch._inductor.scheduler import BaseSchedulerNode
@@ -60,6 +60,19 @@ def _maker(output: ir.IRNode, names: Sequence[str]) -> Callable[[Sequence[Any]],
     size, stride = ([int(n) for n in dims] for dims in (output.get_size(), output.get_stride()))
     dtype, device = output.get_dtype(), output.get_device()
     return lambda given: torch.empty_strided(size, stride, dtype=dtype, device=device)
+
+
+_NO_KERNEL = (
+    ir.MultiOutput, ir.ResizeStorageBytes, ir.SetSourceTensorKernel, ir.AssertScalar,
+    ir.DynamicScalar,
+)  # fmt: skip
+
+
+def is_kernel(node: BaseSchedulerNode) -> bool:
+    """Whether anything is launched for a node."""
+    if isinstance(node, scheduler.NopKernelSchedulerNode):
+        return False
+    return not (node.is_extern() and isinstance(node.node, _NO_KERNEL))
 
 
 def moved(node: BaseSchedulerNode, but: Set[str] = frozenset()) -> int:

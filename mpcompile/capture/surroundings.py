@@ -1,5 +1,5 @@
 """What stands around a graph when Dynamo hands it over. All of the thread's state that a capture
-depends on is read here, once. And what runs on fakes meanwhile is hidden from the caller.
+depends on is read here, once.
 
 A region of autocast that a graph enters and leaves is read off the graph (`replay.py`). But where
 the graph breaks below the function that opened the region, Python enters it, and what runs in it is
@@ -13,10 +13,9 @@ it: a function that runs in such a region and elsewhere keeps the graphs that it
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,7 +24,7 @@ from torch import fx
 
 from ..errors import CannotRewrite
 from ..scaling import foreign
-from ..torch_inside.names import FakeTensorMode, TracingContext, top_saved_hooks
+from ..torch_inside.names import FakeTensorMode, TracingContext
 from .provenance import source
 from .rebound import check_reached
 
@@ -92,26 +91,6 @@ def around_now(
     for _, dtype in autocasts if region is None else ():
         foreign.say_autocast(dtype)
     return Around(context, torch.is_grad_enabled(), devices, autocasts, region, names or {})
-
-
-@contextlib.contextmanager
-def unseen(mode: FakeTensorMode) -> Iterator[None]:
-    """Hide the operators that passes run on fakes, and that `rules/kernels.py` runs on samples.
-
-    From the caller's hooks on saved tensors: such a hook may count tensors, as a checkpoint's does.
-    From AOTAutograd: it would ask where the symbols have gone that stand for sizes which depend on
-    values (`x[mask]`), and makes its own.
-
-    Args:
-        mode: of the fakes.
-    """
-    with contextlib.ExitStack() as hidden:
-        if top_saved_hooks(True) is not None:
-            same = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
-            hidden.enter_context(same)
-        if mode.shape_env is not None:
-            hidden.enter_context(mode.shape_env.ignore_fresh_unbacked_symbols())
-        yield
 
 
 # -- the model's own autocast ----------------------------------------------------------------------

@@ -17,7 +17,8 @@ from torch import fx
 
 from .. import operators  # noqa: F401  (registers our operators)
 from ..capture.capture import capture
-from ..capture.surroundings import Around, unseen
+from ..capture.surroundings import Around
+from ..ir.fakes import unseen
 from ..ir.text import Place, places
 from ..plans import pipeline
 from ..plans.pipeline import Planned as Planned

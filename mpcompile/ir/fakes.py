@@ -1,15 +1,16 @@
 """FakeTensors of a graph's inputs, as AOTAutograd makes them (same mode, same symbols for sizes),
-and new tensors with the layout of a given one.
+new tensors with the layout of a given one, and operators run on fakes unseen by the caller.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
-from ..torch_inside.names import FakeTensor, TracingContext
+from ..torch_inside.names import FakeTensor, FakeTensorMode, TracingContext, top_saved_hooks
 
 
 def fake_twin(value: Any, context: TracingContext) -> Any:
@@ -65,3 +66,23 @@ def duplicate(value: torch.Tensor) -> torch.Tensor:
     extent = 1 + sum((size - 1) * stride for size, stride in pairs)
     memory = value.as_strided((extent,), (1,)).clone()
     return memory.as_strided(value.shape, value.stride())
+
+
+@contextlib.contextmanager
+def unseen(mode: FakeTensorMode) -> Iterator[None]:
+    """Hide the operators that passes run on fakes, and that `rules/kernels.py` runs on samples.
+
+    From the caller's hooks on saved tensors: such a hook may count tensors, as a checkpoint's does.
+    From AOTAutograd: it would ask where the symbols have gone that stand for sizes which depend on
+    values (`x[mask]`), and makes its own.
+
+    Args:
+        mode: of the fakes.
+    """
+    with contextlib.ExitStack() as hidden:
+        if top_saved_hooks(True) is not None:
+            same = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
+            hidden.enter_context(same)
+        if mode.shape_env is not None:
+            hidden.enter_context(mode.shape_env.ignore_fresh_unbacked_symbols())
+        yield

@@ -51,8 +51,7 @@ class Errors:
         """With another uncompiled value taken into account: the larger error is what may be. One
         that is nowhere finite tells nothing.
         """
-        theirs = other.uncompiled or self.uncompiled
-        most = tuple(map(max, self.uncompiled, theirs))
+        most = tuple(map(max, self.uncompiled, other.uncompiled or self.uncompiled))
         holes = self.holes[0], max(self.holes[1], other.holes[1])
         return Errors(self.compiled, most, holes)
 

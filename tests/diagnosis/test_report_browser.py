@@ -5,19 +5,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import browser
 import pytest
 import torch
-from browser import (
-    CHROMEDRIVER,
-    CHROMIUM,
-    WIDTHS,
-    browser,
-    cut_at,
-    opened,
-    steady,
-    undisturbed,
-    written,
-)
 from reports import EVIL, faulty, node, numbers
 from torch import nn
 
@@ -25,7 +15,7 @@ from mpcompile import diagnose
 from mpcompile.diagnosis.report import Report
 
 pytest.importorskip("selenium")
-if not (CHROMIUM and CHROMEDRIVER):
+if not (browser.CHROMIUM and browser.CHROMEDRIVER):
     pytest.skip("no chromium with chromedriver", allow_module_level=True)
 
 from selenium.webdriver.common.by import By
@@ -68,26 +58,22 @@ REPORTS: dict[str, Callable[[], Report]] = {
 
 @pytest.fixture(scope="module")
 def driver() -> Iterator[Any]:
-    with browser() as made:
+    with browser.browser() as made:
         yield made
 
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Report, Path]]:
-    return written(tmp_path_factory.mktemp("pages"), REPORTS)
+    return browser.written(tmp_path_factory.mktemp("pages"), REPORTS)
 
 
-class Reader:
-    """A person before a page."""
-
+class Reader(browser.Reader):
     def __init__(self, driver: Any, report: Report, path: Path) -> None:
-        self.driver, self.report = opened(driver, path), report
+        super().__init__(driver, path)
+        self.report = report
 
     def one(self, css: str) -> Any:
         return self.driver.find_element(By.CSS_SELECTOR, css)
-
-    def click(self, css: str) -> None:
-        steady(self.driver, css, lambda one: one.click())
 
     def column(self, number: int) -> list[str]:
         """The texts of a column of the table, from top to bottom, without what is below them."""
@@ -98,15 +84,10 @@ class Reader:
             if cell.find_elements(By.XPATH, "ancestor::*[@id='rows']")
         ]
 
-    @property
-    def panel(self) -> str:
-        text: str = steady(self.driver, "#panel", lambda one: one.text)
-        return text
-
 
 @pytest.fixture
 def read(driver: Any, pages: dict[str, tuple[Report, Path]]) -> Iterator[Callable[[str], Reader]]:
-    with undisturbed(driver):
+    with browser.undisturbed(driver):
         yield lambda name: Reader(driver, *pages[name])
 
 
@@ -129,11 +110,11 @@ def test_from_the_fault_to_its_numbers(read: Callable[[str], Reader]) -> None:
 
 
 @pytest.mark.parametrize("name", ["overflowing", "several"])
-@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("width", browser.WIDTHS)
 def test_nothing_is_cut(
     driver: Any, pages: dict[str, tuple[Report, Path]], name: str, width: int
 ) -> None:
-    assert cut_at(driver, width, pages[name][1]) == []
+    assert browser.cut_at(driver, width, pages[name][1]) == []
 
 
 def test_a_row_shows_its_numbers(read: Callable[[str], Reader]) -> None:

@@ -15,7 +15,7 @@ LIMITS = {
     "lines of source": 40645,
     "lines of code": 25552,
     "files of source": 279,
-    "lines of tests": 63080,
+    "lines of tests": 63061,
     "warnings that count more than two frames": 16,
     "registries of modules": 27,
 }

@@ -4,26 +4,16 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import browser
 import page_plans
 import pytest
-from browser import (
-    CHROMEDRIVER,
-    CHROMIUM,
-    WIDTHS,
-    browser,
-    cut_at,
-    opened,
-    steady,
-    undisturbed,
-    written,
-)
 
 from mpcompile.planner.min_cut import NEVER
 from mpcompile.plans.graph_plan import PlanNode
 from mpcompile.plans.model_plan import Plan
 
 pytest.importorskip("selenium")
-if not (CHROMIUM and CHROMEDRIVER):
+if not (browser.CHROMIUM and browser.CHROMEDRIVER):
     pytest.skip("no chromium with chromedriver", allow_module_level=True)
 
 from selenium.webdriver.common.by import By
@@ -41,20 +31,21 @@ PLANS: dict[str, Callable[[], Plan]] = {
 
 @pytest.fixture(scope="module")
 def driver() -> Iterator[Any]:
-    with browser() as made:
+    with browser.browser() as made:
         yield made
 
 
 @pytest.fixture(scope="module")
 def plans(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Plan, Path]]:
-    return written(tmp_path_factory.mktemp("pages"), PLANS)
+    return browser.written(tmp_path_factory.mktemp("pages"), PLANS)
 
 
-class Reader:
-    """A person before a page, who counts the clicks."""
+class Reader(browser.Reader):
+    """Counts the clicks."""
 
     def __init__(self, driver: Any, plan: Plan, path: Path) -> None:
-        self.driver, self.plan, self.clicks = opened(driver, path), plan, 0
+        super().__init__(driver, path)
+        self.plan, self.clicks = plan, 0
 
     def all(self, css: str) -> list[Any]:
         return [
@@ -62,18 +53,13 @@ class Reader:
         ]
 
     def click(self, css: str) -> None:
-        steady(self.driver, css, lambda one: one.click())
+        super().click(css)
         self.clicks += 1
 
     def search(self, text: str) -> None:
         box = self.driver.find_element(By.ID, "search")
         box.clear()
         box.send_keys(text)
-
-    @property
-    def panel(self) -> str:
-        text: str = steady(self.driver, "#panel", lambda one: one.text)
-        return text
 
     def rows(self, name: str = "data-key") -> list[str]:
         """An attribute of every row, read at once."""
@@ -87,7 +73,7 @@ class Reader:
 
 @pytest.fixture
 def read(driver: Any, plans: dict[str, tuple[Plan, Path]]) -> Iterator[Callable[[str], Reader]]:
-    with undisturbed(driver):
+    with browser.undisturbed(driver):
         yield lambda name: Reader(driver, *plans[name])
 
 
@@ -210,11 +196,11 @@ def test_the_costliest_product_in_fp32_is_open(read: Callable[[str], Reader]) ->
 
 
 @pytest.mark.parametrize("name", ["gpt", "resnet", "mixed"])
-@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("width", browser.WIDTHS)
 def test_nothing_is_cut(
     driver: Any, plans: dict[str, tuple[Plan, Path]], name: str, width: int
 ) -> None:
-    assert cut_at(driver, width, plans[name][1]) == []
+    assert browser.cut_at(driver, width, plans[name][1]) == []
 
 
 def test_modules_fold(read: Callable[[str], Reader]) -> None:
@@ -379,5 +365,5 @@ def test_an_injected_request_is_refused(
     page = tmp_path / "injected.html"
     html = plans["resnet"][1].read_text(encoding="utf-8")
     page.write_text(html.replace("</main>", "</main><img src='https://example.com/x.png'>"))
-    opened(driver, page)
+    browser.opened(driver, page)
     assert "Content Security Policy" in driver.get_log("browser")[0]["message"]

@@ -37,14 +37,28 @@ def opened(driver: Any, path: Path) -> Any:
     return driver
 
 
-def steady(driver: Any, css: str, use: Callable[[Any], Any]) -> Any:
-    """What `use` gives of an element, found again where the page draws it anew meanwhile."""
-    from selenium.common.exceptions import StaleElementReferenceException
+class Reader:
+    """A person before a page."""
 
-    for _ in range(4):
-        with contextlib.suppress(StaleElementReferenceException):
-            return use(driver.find_element("css selector", css))
-    return use(driver.find_element("css selector", css))
+    def __init__(self, driver: Any, path: Path) -> None:
+        self.driver = opened(driver, path)
+
+    def click(self, css: str) -> None:
+        self._use(css, lambda one: one.click())
+
+    @property
+    def panel(self) -> str:
+        text: str = self._use("#panel", lambda one: one.text)
+        return text
+
+    def _use(self, css: str, use: Callable[[Any], Any]) -> Any:
+        """What `use` gives of an element, found again where the page draws it anew meanwhile."""
+        from selenium.common.exceptions import StaleElementReferenceException
+
+        for _ in range(4):
+            with contextlib.suppress(StaleElementReferenceException):
+                return use(self.driver.find_element("css selector", css))
+        return use(self.driver.find_element("css selector", css))
 
 
 @contextlib.contextmanager
