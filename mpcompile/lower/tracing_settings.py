@@ -61,6 +61,7 @@ class _SettingsThread(threading.local):
         self.setting = contextlib.ExitStack()
         self.is_set = self.is_late = False  # late: set by `check_set`
         self.were_set = False  # in the last call
+        self.notes: list[Any] = []  # of Dynamo, on the inputs of what is being compiled
 
 
 _thread = _SettingsThread()
@@ -167,7 +168,10 @@ def check_set() -> None:
 
 
 def take_back() -> None:
-    """Take back what `check_set` has set: the graph is traced."""
+    """Take back what `check_set` has set: the graph is traced. What Dynamo has noted on its inputs is
+    forgotten when it is compiled.
+    """
+    _thread.notes += dynamo.notes_on_inputs()
     if _thread.is_late:
         _close()
 
@@ -195,6 +199,9 @@ def _begin(args: CallbackArgs) -> None:
 def _end(_: CallbackArgs) -> None:
     _idle.set()
     _close()
+    for notes in _thread.notes:
+        notes.clear()
+    _thread.notes.clear()
 
 
 def _enter() -> None:

@@ -18,6 +18,7 @@ from torch import nn
 from ..torch_inside.distributed import FSDP_MARK, groups_of, modules_of, whole_of
 from ..torch_inside.names import FSDPState, engine_of, engine_states
 from ..torch_inside.private_names import MissingInTorch
+from ..torch_inside.tensors import marks_match, marks_of
 from .agree import is_distributed
 
 
@@ -60,8 +61,8 @@ class Shard:
         """A function that tells whether FSDP still uses this DTensor, which loading a state with
         `assign=True` replaces. It keeps nothing alive.
         """
-        holder, parameter = weakref.ref(self.holder), weakref.ref(self.parameter)
-        return lambda: (alive := holder()) is None or alive.sharded_param is parameter()
+        holder, marks = weakref.ref(self.holder), marks_of([self.parameter])
+        return lambda: (alive := holder()) is None or marks_match(marks, [alive.sharded_param])
 
 
 def shards_of(parameters: Iterable[torch.Tensor]) -> list[Shard]:

@@ -23,6 +23,7 @@ from ..scaling.copies import Reader, read_in_full
 from ..scaling.kept_copies import KeptCopies
 from ..scaling.loss_scale import LossScale
 from ..torch_inside.distributed import active_ddp
+from ..torch_inside.tensors import Mark, marks_match, marks_of
 from .repair import NotedCall, Repairable, repair
 from .stays_finite import watching
 
@@ -149,9 +150,7 @@ class _ScaleNotifier:
         self._leaves = [i for i, x in enumerate(examples) if is_leaf(x)]
         self._scale = scale
         # By the first one's id: all of them, and whether FSDP still uses their shards.
-        self._known: dict[
-            int, tuple[list[weakref.ref[torch.Tensor]], list[Callable[[], bool]]]
-        ] = {}
+        self._known: dict[int, tuple[list[weakref.ref[Mark]], list[Callable[[], bool]]]] = {}
         self._tell(examples)
 
     def see(self, args: Sequence[Any]) -> None:
@@ -159,8 +158,8 @@ class _ScaleNotifier:
         leaves = self._leaves
         if not leaves:
             return
-        refs, current = self._known.get(id(args[leaves[0]]), ((), ()))
-        same = bool(refs) and all(ref() is args[i] for ref, i in zip(refs, leaves, strict=True))
+        marks, current = self._known.get(id(args[leaves[0]]), ((), ()))
+        same = bool(marks) and marks_match(marks, [args[i] for i in leaves])
         if not (same and all(is_current() for is_current in current)):
             self._tell(args)
 
@@ -168,10 +167,10 @@ class _ScaleNotifier:
         now, known = [args[i] for i in self._leaves], self._known
         shards = guard.watch(list(filter(is_leaf, now)), self._scale)
         self._scale.open |= any(map(_is_computed, args))
-        for key in [key for key, (refs, _) in known.items() if refs[0]() is None]:
+        for key in [key for key, (marks, _) in known.items() if marks[0]() is None]:
             del known[key]
         if now:
-            known[id(now[0])] = [weakref.ref(x) for x in now], [s.is_current() for s in shards]
+            known[id(now[0])] = marks_of(now), [s.is_current() for s in shards]
 
 
 def _noticing_ddp(call: Function, made: Emitted) -> Function:

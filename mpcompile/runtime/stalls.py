@@ -8,7 +8,6 @@ optimizers, those of torch are known not to; what a library's own do, nobody her
 from __future__ import annotations
 
 import warnings
-import weakref
 from collections.abc import Iterable
 from typing import Any
 
@@ -18,10 +17,7 @@ from torch.optim import Optimizer
 
 from ..errors import MPCompileWarning
 from ..ir.dtypes import HALF
-from ..scaling import hooks, optimizer_state
-
-# By `id`: half parameters that graphs with a backward were compiled with.
-_trained: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
+from ..scaling import hooks, optimizer_state, parameters
 
 
 def reached(inputs: Iterable[Any]) -> None:
@@ -31,13 +27,11 @@ def reached(inputs: Iterable[Any]) -> None:
     for x in inputs:
         if isinstance(x, nn.Parameter) and x.dtype in HALF and x.requires_grad:
             hooks.look_before_steps(_look)
-            _trained[id(x)] = x
+            parameters.note(x, has_half_graph=True)
 
 
 def _look(optimizer: Optimizer) -> None:
     """An optimizer is about to step."""
-    if not _trained:
-        return
     state = optimizer_state.state_of(optimizer)
     if state.looked_for_masters or state.skips_by_itself:
         return
@@ -45,7 +39,7 @@ def _look(optimizer: Optimizer) -> None:
     if not type(optimizer).__module__.startswith("torch.optim."):
         return
     held = optimizer_state.parameters_of(optimizer)
-    if low := [p for p in held if _trained.get(id(p)) is p and p.dtype in HALF]:
+    if low := [p for p in held if parameters.state_of(p).has_half_graph and p.dtype in HALF]:
         name, dtype = type(optimizer).__name__, str(low[0].dtype).removeprefix("torch.")
         warnings.warn(
             f"mpcompile: {name} updates weights that are stored in {dtype} (one of shape "

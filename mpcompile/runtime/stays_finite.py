@@ -30,7 +30,6 @@ from typing import Any
 
 import torch
 from torch.optim import Optimizer
-from torch.utils.weak import WeakIdKeyDictionary
 
 from ..capture.provenance import Names
 from ..devices.registry import capabilities
@@ -50,15 +49,9 @@ Number = int | float | bool
 
 
 class _Told:
-    """What was said in this process.
+    """How many warnings were given in this process."""
 
-    Attributes:
-        count: how many warnings.
-        about: the parameters of the trainings that were warned of.
-    """
-
-    def __init__(self) -> None:
-        self.count, self.about = 0, WeakIdKeyDictionary()
+    count = 0
 
 
 _told = _Told()
@@ -88,7 +81,7 @@ class FiniteCheck:
         self._later: tuple[int, AsyncRead, Callable[[Sequence[Number]], str], bool] | None = None
         self._fine = 0  # the last call that was finite
         self._bad: tuple[int, str] | None = None  # the first one since that was not, and what
-        known = any(param in _told.about for param in params)
+        known = any(parameters.state_of(param).was_told for param in params)
         self._told = -1 if known else _told.count  # the warnings when something was finite last
 
     def comes(self) -> bool:
@@ -145,7 +138,7 @@ class FiniteCheck:
             return
         self._over = True
         for param in params:
-            _told.about[param] = True
+            parameters.note(param, was_told=True)
         if self._told != _told.count:
             return
         _told.count += 1
@@ -183,7 +176,7 @@ def watching(compiled: Function, examples: Sequence[Any], names: Names) -> Funct
     params = [examples[i] for i in leaves]
     hooks.look_before_steps(_before_step)
     for param in [*params, *(shard.parameter for shard in fsdp.shards_of(params))]:
-        _reached[param] = names
+        parameters.note(param, names=names)
     watch = StepFiniteCheck("training call", params)
 
     def run(*args: Any) -> Any:
@@ -245,14 +238,8 @@ def _is_scalar(value: Any) -> bool:
 
 # -- optimizers ------------------------------------------------------------------------------------
 
-# Trained parameters that graphs without a loss scale were compiled with, and the names in their
-# models.
-_reached = WeakIdKeyDictionary()
-
 
 def _before_step(optimizer: Optimizer) -> None:
-    if not _reached:
-        return
     state = optimizer_state.state_of(optimizer)
     if (watch := state.watch) is None:
         watch = state.watch = _OptimizerWatch(optimizer)
@@ -273,7 +260,9 @@ class _OptimizerWatch(FiniteCheck):
         """Look at a step in which `comes` says so."""
         began, held = perf_counter(), optimizer_state.parameters_of(optimizer)
         # Else it isn't ours, or a loss scale judges its gradients.
-        if any(p in _reached for p in held) and not any(map(parameters.scales_of, held)):
+        if any(parameters.state_of(p).names for p in held) and not any(
+            map(parameters.scales_of, held)
+        ):
             self._hear(held)
             if not self._over:
                 self._look_at(optimizer, held)
@@ -330,7 +319,7 @@ def _named(held: Sequence[torch.Tensor], optimizer: Optimizer) -> str:
 def _names(params: Sequence[torch.Tensor]) -> str:
     """The first ones of some parameters, by their names where they are known."""
     names: dict[int, str] = {}
-    for find in {_reached[p] for p in params if p in _reached}:
+    for find in filter(None, {parameters.state_of(p).names for p in params}):
         names.update(find())
     words = [names.get(id(p), f"a parameter of shape {tuple(p.shape)}") for p in params[:3]]
     more = f" and {len(params) - 3} more" if len(params) > 3 else ""

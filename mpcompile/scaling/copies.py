@@ -32,7 +32,7 @@ from torch.autograd.function import once_differentiable
 from ..devices.registry import capabilities
 from ..ir.step_config import CopyLayout
 from ..torch_inside.names import keeps_graph, suggest_memory_format
-from ..torch_inside.tensors import holders, hooks_on, version
+from ..torch_inside.tensors import holders, hooks_on, marks_match, marks_of, version
 from . import parameters
 from .loss_scale import LossScale
 from .low_gradients import expect, hide_low_gradients, stores, unscaled
@@ -300,7 +300,7 @@ class _MasterCache:
 
     def __init__(self, masters: Sequence[torch.Tensor], copies: Sequence[WorkingCopy]) -> None:
         self._changes = parameters.changes()
-        self._masters = [weakref.ref(p) for p in masters]
+        self._masters = marks_of(masters)
         self._copies = [weakref.ref(copy) for copy in copies]
         states = [parameters.state_of(p) for p in masters]
         self.read_by_optimizer = [
@@ -314,7 +314,7 @@ class _MasterCache:
         return (
             self.is_current()
             and len(masters) == len(self._masters)
-            and all(ref() is p for ref, p in zip(self._masters, masters, strict=True))
+            and marks_match(self._masters, masters)
         )
 
     def copies(self) -> list[WorkingCopy]:

@@ -18,12 +18,12 @@ from typing import Any
 
 import torch
 from torch.utils.hooks import RemovableHandle
-from torch.utils.weak import WeakIdKeyDictionary
 
 from ..errors import MPCompileError
 from ..ranks.agree import Ranks
 from ..ranks.shards import local, ranks_of
 from ..torch_inside.names import norm_of_each
+from ..torch_inside.tensors import Mark, mark_of
 from .async_read import AsyncRead, HostBuffers
 
 
@@ -94,8 +94,10 @@ class Overflows:
 
     def __init__(self) -> None:
         self._leaves: dict[torch.device, torch.Tensor] = {}
-        # Parameters whose gradients the graphs make, and whether they were finite at first.
-        self._parameters = WeakIdKeyDictionary()
+        # Of parameters whose gradients the graphs make: whether they were finite at first.
+        self._was_finite: weakref.WeakKeyDictionary[Mark, torch.Tensor] = (
+            weakref.WeakKeyDictionary()
+        )
         self._count = Count()
         self._looked = Count()  # at the last look of any optimizer
         self.void = Count()
@@ -164,8 +166,13 @@ class Overflows:
         """Note parameters whose gradients come out of the graphs, and shards of them."""
         self.ranks += ranks_of(parameters)
         for parameter in parameters:
-            if parameter not in self._parameters:
-                self._parameters[parameter] = _is_finite(local(parameter))
+            mark = mark_of(parameter)
+            if mark not in self._was_finite:
+                mark.tensor = parameter
+                self._was_finite[mark] = _is_finite(local(parameter))
+
+    def _parameters(self) -> list[torch.Tensor]:
+        return [mark.tensor for mark in self._was_finite if mark.tensor is not None]
 
     def count(self) -> Count:
         """How far the backward passes have come by now."""
@@ -212,7 +219,7 @@ class Overflows:
         (default: those of the parameters) is not finite; waits for the device.
         """
         if gradients is None:
-            gradients = [p.grad for p in self._parameters if p.grad is not None]
+            gradients = [p.grad for p in self._parameters() if p.grad is not None]
         overflow = any_nonfinite(gradients)
         if (new := self.look(self)) is not None:
             overflow = overflow.to(new.device) | (new > 0)
@@ -251,12 +258,12 @@ class Overflows:
             self.void = count  # some optimizer may have looked during the backward
 
     def _accumulating(self) -> bool:
-        return any(p.grad is not None for p in self._parameters)
+        return any(p.grad is not None for p in self._parameters())
 
     def _check_parameters(self) -> None:
         """After an overflow that no step checked: raise if a parameter is not finite."""
-        for p, was_finite in self._parameters.items():
-            if bool(was_finite) and not bool(_is_finite(local(p))):
+        for p in self._parameters():
+            if bool(self._was_finite[mark_of(p)]) and not bool(_is_finite(local(p))):
                 raise MPCompileError(
                     f"a parameter of shape {tuple(p.shape)} is not finite: gradients that "
                     "overflowed went into an update that no optimizer made. Put such an update "

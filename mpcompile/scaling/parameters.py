@@ -1,15 +1,16 @@
-"""What is known of each parameter: one `ParamState` each, one registry, one count of changes."""
+"""What is known of each parameter: one `ParamState` each, on its mark, and one count of changes."""
 
 from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from ..torch_inside.tensors import mark_of, mark_on
 from .loss_scale import LossScale
 
 
@@ -26,6 +27,9 @@ class ParamState:
         scales: the loss scales of the graphs that read it.
         plans: of each graph that `torch.compile(backend="mpcompile")` compiled of it, the options
             and the plan.
+        names: of its model's parameters, if a graph without a loss scale trains it.
+        was_told: whether the user was warned of its training (`runtime/stays_finite.py`).
+        has_half_graph: whether a graph trains it in a half dtype (`runtime/stalls.py`).
     """
 
     owner: weakref.ref[Any] | None = None
@@ -34,6 +38,9 @@ class ParamState:
     in_full: bool = False
     scales: tuple[LossScale, ...] = ()
     plans: tuple[tuple[Mapping[str, Any], Any], ...] = ()
+    names: Callable[[], Mapping[int, str]] | None = None
+    was_told: bool = False
+    has_half_graph: bool = False
 
     @property
     def optimizer(self) -> Any:
@@ -41,9 +48,6 @@ class ParamState:
 
 
 _NOTHING = ParamState()
-# A parameter's id -> the parameter and its state. Each forward asks for each parameter, and torch's
-# WeakIdKeyDictionary takes several times as long: it makes an object for each question.
-_states: dict[int, tuple[weakref.ref[torch.Tensor], ParamState]] = {}
 
 
 class _Changes:
@@ -72,17 +76,16 @@ def changed() -> None:
 
 
 def state_of(parameter: torch.Tensor) -> ParamState:
-    known = _states.get(id(parameter))
-    return known[1] if known is not None and known[0]() is parameter else _NOTHING
+    mark = mark_on(parameter)
+    known: ParamState | None = mark.state if mark is not None else None
+    return _NOTHING if known is None else known
 
 
 def note(parameter: torch.Tensor, **facts: Any) -> None:
     before = state_of(parameter)
     after = dataclasses.replace(before, **facts)
     if after != before:
-        key, states = id(parameter), _states
-        alive = weakref.ref(parameter, lambda _: states.pop(key, None))
-        states[key] = alive, after
+        mark_of(parameter).state = after
         changed()
 
 

@@ -75,6 +75,20 @@ def traced_output() -> OutputGraph | None:
     return None if translator is None else translator.output
 
 
+def notes_on_inputs() -> list[Any]:
+    """Inside of a backend, what Dynamo notes on the tensors that it traces: dictionaries with weak
+    references to them, which keep `torch.utils.swap_tensors` from its work. After a compile with a
+    backend of its own, torch clears these (`clear_compile_context_weakrefs`, in 2.13 and 2.14).
+    """
+    if (output := traced_output()) is None:
+        return []
+    context = output.tracing_context
+    modes = (context.fake_mode, getattr(output, "_old_fake_mode", None))
+    seen = [mode.fake_tensor_converter.meta_converter.describer for mode in modes if mode]
+    inside = [notes for one in seen for notes in (one.lookup_tensor, one.lookup_storage)]
+    return [context.tensor_to_context, *inside]
+
+
 def whole_of(code: CodeType) -> CodeType:
     """The function's own code, for what Dynamo makes of it to go on with after a graph break."""
     made = ContinueExecutionCache.generated_code_metadata.get(code)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -42,6 +44,63 @@ def call_after_backward(function: Callable[[], None]) -> None:
 def is_enabled(autocast: torch.autocast) -> bool:
     """Whether it turns autocast on where it is entered: not with `enabled=False`."""
     return autocast._enabled
+
+
+# -- identity --------------------------------------------------------------------------------------
+
+_MARK = "_mp_mark"
+
+
+class Mark:
+    """Stands for a tensor where it must not be kept alive, and holds what is known of it.
+
+    The tensor has it in its `__dict__`. To a weak reference to the tensor itself torch objects: it
+    exchanges what two tensors hold (`torch.utils.swap_tensors`; `Module.to` and `load_state_dict`
+    under `torch.__future__.set_swap_module_params_on_conversion`, and always for DTensors) only
+    where there is none. A tensor that was exchanged has no mark until it gets another. A pickle has
+    an empty dictionary in its place, which `torch.load` takes with `weights_only`.
+
+    Attributes:
+        state: what is known of the tensor.
+        tensor: the tensor itself, if who holds the mark needs it; with it the two are a cycle.
+    """
+
+    __slots__ = ("__weakref__", "of", "state", "tensor")
+
+    def __init__(self, of: int) -> None:
+        self.of = of
+        self.state: Any = None
+        self.tensor: torch.Tensor | None = None
+
+    def __reduce__(self) -> Any:
+        return OrderedDict, ()
+
+    def __deepcopy__(self, _: Any) -> None:
+        return None
+
+
+def mark_on(tensor: torch.Tensor) -> Mark | None:
+    """The mark that a tensor has, or None."""
+    found = tensor.__dict__.get(_MARK)
+    return found if type(found) is Mark and found.of == id(tensor) else None
+
+
+def mark_of(tensor: torch.Tensor) -> Mark:
+    """The mark that a tensor has, or gets now."""
+    found = mark_on(tensor)
+    if found is None:
+        found = tensor.__dict__[_MARK] = Mark(id(tensor))
+    return found
+
+
+def marks_of(tensors: Iterable[torch.Tensor]) -> list[weakref.ref[Mark]]:
+    """By which `marks_match` tells whether they are the same tensors later."""
+    return [weakref.ref(mark_of(tensor)) for tensor in tensors]
+
+
+def marks_match(marks: Sequence[weakref.ref[Mark]], tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether these living tensors are those, in order, that `marks_of` was asked of."""
+    return all(ref() is mark_on(x) for ref, x in zip(marks, tensors, strict=True))
 
 
 # -- memory ----------------------------------------------------------------------------------------

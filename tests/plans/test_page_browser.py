@@ -366,4 +366,5 @@ def test_an_injected_request_is_refused(
     html = plans["resnet"][1].read_text(encoding="utf-8")
     page.write_text(html.replace("</main>", "</main><img src='https://example.com/x.png'>"))
     browser.opened(driver, page)
-    assert "Content Security Policy" in driver.get_log("browser")[0]["message"]
+    (message,) = browser.console(driver)
+    assert "Content Security Policy" in message

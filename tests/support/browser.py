@@ -3,6 +3,7 @@
 import contextlib
 import json
 import shutil
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -61,12 +62,27 @@ class Reader:
         return use(self.driver.find_element("css selector", css))
 
 
+def console(driver: Any) -> list[str]:
+    """What has come to stand in the console, which the driver hears of a little later.
+
+    Messages come in order, so a last one of our own says that all before it were heard.
+    """
+    driver.execute_script("console.info('the last one')")
+    heard: list[str] = []
+    for _ in range(100):
+        heard += [entry["message"] for entry in driver.get_log("browser")]
+        if heard and "the last one" in heard[-1]:
+            return heard[:-1]
+        time.sleep(0.1)
+    raise AssertionError(f"the console is silent; it said {heard}")
+
+
 @contextlib.contextmanager
 def undisturbed(driver: Any) -> Iterator[None]:
     """In this context nothing may come to stand in the console, and nothing be asked for."""
     driver.get_log("performance")
     yield
-    assert driver.get_log("browser") == []
+    assert console(driver) == []
     messages = (json.loads(entry["message"])["message"] for entry in driver.get_log("performance"))
     asked = {
         message["params"]["request"]["url"].partition(":")[0]
