@@ -168,8 +168,8 @@ def check_set() -> None:
 
 
 def take_back() -> None:
-    """Take back what `check_set` has set: the graph is traced. What Dynamo has noted on its inputs is
-    forgotten when it is compiled.
+    """Take back what `check_set` has set: the graph is traced. When it is compiled, what Dynamo has
+    noted on its inputs is forgotten.
     """
     _thread.notes += dynamo.notes_on_inputs()
     if _thread.is_late:
