@@ -28,7 +28,7 @@ from torch import nn
 from ..devices.registry import capabilities, is_supported
 from ..ranks.agree import is_distributed
 from ..torch_inside.private_names import Part, why_off
-from ..torch_inside.tensors import holders, storage_of
+from ..torch_inside.tensors import MARK, holders, storage_of
 from . import copies
 from .copies import MasterWeight, WorkingCopy
 
@@ -69,7 +69,8 @@ def follow_grad_mode(module: nn.Module) -> None:
             if type(parameter) is KeptWeight:
                 parameter.__class__ = nn.Parameter  # type: ignore[assignment]
                 for name in [name for name in vars(parameter) if name.startswith("_mp_")]:
-                    delattr(parameter, name)
+                    if name != MARK:
+                        delattr(parameter, name)
 
 
 def _not_shared(module: nn.Module) -> Iterator[nn.Parameter]:

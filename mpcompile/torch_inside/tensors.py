@@ -48,7 +48,7 @@ def is_enabled(autocast: torch.autocast) -> bool:
 
 # -- identity --------------------------------------------------------------------------------------
 
-_MARK = "_mp_mark"
+MARK = "_mp_mark"
 
 
 class Mark:
@@ -81,7 +81,7 @@ class Mark:
 
 def mark_on(tensor: torch.Tensor) -> Mark | None:
     """The mark that a tensor has, or None."""
-    found = tensor.__dict__.get(_MARK)
+    found = tensor.__dict__.get(MARK)
     return found if type(found) is Mark and found.of == id(tensor) else None
 
 
@@ -89,7 +89,7 @@ def mark_of(tensor: torch.Tensor) -> Mark:
     """The mark that a tensor has, or gets now."""
     found = mark_on(tensor)
     if found is None:
-        found = tensor.__dict__[_MARK] = Mark(id(tensor))
+        found = tensor.__dict__[MARK] = Mark(id(tensor))
     return found
 
 
