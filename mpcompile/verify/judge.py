@@ -39,8 +39,8 @@ class Errors:
         compiled: of the compiled value: the largest error of an element, row and column; nothing
             where the uncompiled one is nowhere finite.
         uncompiled: of the uncompiled one.
-        holes: in how many places the compiled and the uncompiled one aren't finite where the exact
-            one is.
+        holes: in how many places the compiled one isn't finite where the exact one is in its dtype;
+            in how many the uncompiled one isn't.
     """
 
     compiled: tuple[float, ...]
@@ -58,7 +58,8 @@ class Errors:
     @property
     def finite(self) -> bool:
         """Whether the compiled value is finite where it has to be. Where FP16 overflows anyway, the
-        order of a sum decides in which places it does.
+        order of a sum decides in which places it does; oneDNN's weight gradients of a convolution
+        sum in FP16 over the images, or not, as the layout is.
         """
         return self.holes[0] <= TIMES * self.holes[1]
 
@@ -111,7 +112,7 @@ def _floating_errors(compiled: Tensor, low: Tensor, wide: Tensor, eps: float) ->
         rounded = w.to(dtype)
         # What isn't finite is judged by that alone; elsewhere the others are.
         meant = rounded.isfinite()
-        holes = _count(meant & ~compiled.isfinite()), _count(meant & ~low.isfinite())
+        holes = _count(meant & ~compiled.isfinite()), _count(~low.isfinite())
         seen = meant & low.isfinite()  # elsewhere nothing tells what rounding does
         if holes[1] and not bool(seen.any()):
             return Errors((), (), holes)

@@ -57,9 +57,13 @@ def test_not_finite_is_wrong_at_once(wide: torch.Tensor) -> None:
     assert not errors.right
 
 
-def test_where_fp16_overflows_uncompiled_it_may_in_other_places(wide: torch.Tensor) -> None:
+@pytest.mark.parametrize("exact", [1.0, 1e5], ids=["in part", "by its size"])
+def test_where_fp16_overflows_uncompiled_it_may_in_other_places(
+    wide: torch.Tensor, exact: float
+) -> None:
     """The order of a sum decides in which: of a bilinear layer's gradients 9 and 6 were."""
-    low, compiled = wide.clone(), wide.clone()
+    wide[3, :4] = exact
+    low, compiled = wide.half(), wide.half()
     low[3, :4] = compiled[5, :6] = torch.inf
     assert errors_of(compiled, Pair(low, wide, BF16_EPS)).right
     compiled[7:9] = torch.nan
