@@ -69,19 +69,19 @@ def shards_of(parameters: Iterable[torch.Tensor]) -> list[Shard]:
     """The shards of those parameters that FSDP has gathered."""
     known = {
         id(whole): Shard(holder.sharded_param, holder, group)
-        for state in _states()
-        for group in groups_of(state)
-        for holder in group.fsdp_params
+        for group, holder in holders()
         if (whole := whole_of(holder)) is not None
     }
     return [known[id(p)] for p in parameters if id(p) in known]
 
 
-def holders() -> Iterator[Any]:
-    """FSDP's record (`FSDPParam`) of each parameter that it shards, in the whole process."""
+def holders() -> Iterator[tuple[Any, Any]]:
+    """FSDP's record (`FSDPParam`) of each parameter that it shards, in the whole process, after the
+    group that it is in.
+    """
     for state in _states():
         for group in groups_of(state):
-            yield from group.fsdp_params
+            yield from ((group, holder) for holder in group.fsdp_params)
 
 
 @functools.cache  # each call of a compiled module asks for it

@@ -72,7 +72,7 @@ def _check_whole(model: nn.Module) -> None:
 
     split = {id(p): name for name, p in model.named_parameters() if isinstance(p, DTensor)}
     if split:
-        for holder in fsdp.holders():
+        for _, holder in fsdp.holders():
             if not holder.is_dtensor:  # FSDP makes a plain tensor of it
                 split.pop(id(holder.sharded_param), None)
     if split:

@@ -6,6 +6,7 @@ lie, and which process groups together connect all ranks that hold a part.
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -69,10 +70,8 @@ class Layout:
     @property
     def replicas(self) -> int:
         """On how many ranks of the mesh each element lies."""
-        count = 1
-        for size, placement in zip(self.mesh.shape, self.placements, strict=True):
-            count *= size if placement.is_replicate() else 1
-        return count
+        pairs = zip(self.mesh.shape, self.placements, strict=True)
+        return math.prod(size for size, placement in pairs if placement.is_replicate())
 
 
 def layout_of(tensor: torch.Tensor) -> Layout | None:
@@ -122,8 +121,8 @@ class Connected:
 
     def sum(self, vector: torch.Tensor) -> torch.Tensor:
         """The sum of a vector over all these ranks, each of which must call this."""
-        functional = torch.ops._c10d_functional
-        home, vector = vector.device, vector.to(self.device)
+        functional = torch.ops._c10d_functional  # there only if torch was built with distributed
+        home, vector = vector.device, vector.to(self.device)  # FSDP may keep parameters on the host
         for group in self.groups:
             vector = functional.wait_tensor(functional.all_reduce(vector, "sum", group))
         return vector.to(home)
@@ -167,11 +166,6 @@ def _ranks(mesh: Any) -> frozenset[int]:
 
 def _groups(mesh: Any) -> tuple[str, ...]:
     """Names of the groups that connect all ranks of a mesh: one, if there is one over all."""
-    if mesh.size() == dist.get_world_size():
-        return (_name(dist.group.WORLD),)
-    return tuple(_name(mesh.get_group(dim)) for dim in range(mesh.ndim))
-
-
-def _name(group: Any) -> str:
-    name: str = group.group_name
-    return name
+    is_whole = mesh.size() == dist.get_world_size()
+    groups: list[Any] = [dist.group.WORLD] if is_whole else mesh.get_all_groups()
+    return tuple(group.group_name for group in groups)
