@@ -101,21 +101,15 @@ class OfStep(Fingerprint):
         reads = traced.reads if traced is not None else {}
         own = {(0, k): v for k, v in traced.attributes.items()} if traced is not None else {}
         self.constants = Values("", lambda o: o.param_groups, reads)
+        marked = [m.param for m in members if own_values(m.param)]  # by users
         super().__init__(
             self.constants,
             Values("the optimizer's own ", lambda o: [vars(o)], own),
             State(optimizer, members),
             Memory(members),
-            *_marked(optimizer, members),
+            Fact("an attribute of a parameter", lambda _: [*map(own_values, marked)], optimizer),
             *more,
         )
-
-
-def _marked(optimizer: Optimizer, members: Sequence[Member]) -> list[Fact]:
-    """What users have set on parameters, where they have."""
-    marked = [m.param for m in members if own_values(m.param)]
-    find = lambda _: [*map(own_values, marked)]  # noqa: E731
-    return [Fact("an attribute of a parameter", find, optimizer)] if marked else []
 
 
 class Values(Fact):

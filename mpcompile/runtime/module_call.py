@@ -146,12 +146,10 @@ class ModuleCall:
         self._sample = next(module.parameters(), None)
         self._look_at_dtype()
         self._told = not any(True for _ in module.parameters())
-        self._hooks, self._owners = hooks_of(module), self._owners_now()
-        self._changes = parameters.changes()
+        self._asked: Any = None  # once more at the first call, whatever has changed
+        self._compiled_for = self._now()
         self._forward: Any = None
         self._look_at_forward()
-        self._sharded = self._sharded_now()
-        self._engines: Any = None  # asked again at the first call, whatever has changed
         self._compiled = self._compile(divides=False)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -247,36 +245,29 @@ class ModuleCall:
 
     def _is_stale(self) -> bool:
         """Whether something has changed that Dynamo doesn't guard on."""
-        stale = False
-        if (hooks := hooks_of(self._module)) != self._hooks:
-            self._hooks, stale = hooks, True
-        if self._reads_copies and (changes := parameters.changes()) != self._changes:
-            self._changes = changes
-            owners = self._owners_now()
-            if owners != self._owners:  # read the new MPOptimizer's copies
-                self._owners, stale = owners, True
-        return self._is_sharded_again() or stale
-
-    def _is_sharded_again(self) -> bool:
-        """Whether an engine has taken charge of the module, or of parts of it."""
-        if self._engines == (engines := fsdp.engines(self._module)):
+        module, asked = self._module, self._asked
+        changes = parameters.changes() if self._reads_copies else 0
+        now = fsdp.engines(module), hooks_of(module), changes
+        if now == asked:
             return False
-        self._engines = engines
-        check_engines(self._module)
-        before, self._sharded = self._sharded, self._sharded_now()
-        return before != self._sharded
+        self._asked = now
+        if asked is None or asked[0] != now[0]:  # an engine may have taken charge of parts
+            check_engines(module)
+        before, self._compiled_for = self._compiled_for, self._now()
+        return before != self._compiled_for
+
+    def _now(self) -> tuple[Any, ...]:
+        """Its hooks; the MPOptimizers whose copies it reads; which parts are sharded."""
+        module = self._module
+        read = module.parameters() if self._reads_copies else ()
+        owners = [id(parameters.owner_of(p)) for p in read]
+        return hooks_of(module), owners, [fsdp.is_sharded(m) for m in module.modules()]
 
     def _look_at_forward(self) -> None:
         forward = vars(self._module).get("forward")  # that someone has set on this very module
         if forward is not self._forward:
             foreign.refuse_autocast_forward(self._module)
             self._forward = forward
-
-    def _owners_now(self) -> list[int]:
-        return [id(parameters.owner_of(p)) for p in self._module.parameters()]
-
-    def _sharded_now(self) -> list[bool]:
-        return [fsdp.is_sharded(m) for m in self._module.modules()]
 
 
 def keep_finite(before: Iterable[tuple[dict[str, Any], str, Any]]) -> None:

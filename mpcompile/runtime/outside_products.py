@@ -122,21 +122,18 @@ class Outside(TorchDispatchMode):
         callers = [frame.f_locals.get("self") for frame in frames]
         # An optimizer's products make an update, which is not rounded.
         if first.dtype in _WIDE and not any(isinstance(c, Optimizer) for c in callers):
-            self.device = first.device
-            modules = tuple(c for c in callers if isinstance(c, nn.Module) and self._knows(c))
+            self.device, paths = first.device, self._paths
+            around = (c for c in callers if isinstance(c, nn.Module))
+            modules = tuple(m for m in around if paths is None or m in paths)
             self.callers.append(modules)
             at = [i for i, f in enumerate(frames) if f.f_code is _REENTRANT]
             inner = callers[: at[-1]] if at else ()
             self.checkpointed.update(c for c in inner if isinstance(c, nn.Module))
-            path = self._path(modules[0]) if modules else ""
+            path = ""
+            if modules:
+                path = type(modules[0]).__name__ if paths is None else paths[modules[0]]
             self.modules[path] += hint(flops(*args, **kwargs, out_val=result))
         return result
-
-    def _knows(self, module: nn.Module) -> bool:
-        return self._paths is None or module in self._paths
-
-    def _path(self, module: nn.Module) -> str:
-        return type(module).__name__ if self._paths is None else self._paths[module]
 
 
 def _frames(frame: FrameType | None) -> Iterator[FrameType]:

@@ -48,15 +48,6 @@ Function = Callable[..., Any]
 Number = int | float | bool
 
 
-class _Told:
-    """How many warnings were given in this process."""
-
-    count = 0
-
-
-_told = _Told()
-
-
 class FiniteCheck:
     """What one place that sees a training knows of it.
 
@@ -66,8 +57,12 @@ class FiniteCheck:
     Args:
         what: what is counted: "training call".
         params: the parameters that are trained, as far as they are known.
+
+    Attributes:
+        warnings: how many were given in this process.
     """
 
+    warnings = 0
     _level = 4  # of the stack, where the user makes the call
     _turn = 0  # which weight or gradient is looked at
 
@@ -82,7 +77,8 @@ class FiniteCheck:
         self._fine = 0  # the last call that was finite
         self._bad: tuple[int, str] | None = None  # the first one since that was not, and what
         known = any(parameters.state_of(param).was_told for param in params)
-        self._told = -1 if known else _told.count  # the warnings when something was finite last
+        # The warnings when something was finite last.
+        self._told = -1 if known else FiniteCheck.warnings
 
     def comes(self) -> bool:
         """Count a call. Returns whether something is to be done in it."""
@@ -131,7 +127,7 @@ class FiniteCheck:
         self._later = None
         if not any(map(_is_bad, numbers)):
             self._fine, self._bad = call, None
-            self._told = self._told if is_part else _told.count
+            self._told = self._told if is_part else FiniteCheck.warnings
             return
         if self._bad is None:
             self._bad = call, bad(numbers)
@@ -139,9 +135,9 @@ class FiniteCheck:
         self._over = True
         for param in params:
             parameters.note(param, was_told=True)
-        if self._told != _told.count:
+        if self._told != FiniteCheck.warnings:
             return
-        _told.count += 1
+        FiniteCheck.warnings += 1
         first, what = self._bad
         before = f" ({self._fine} was still finite)" if self._fine else ""
         text = f"mpcompile: since {self._what} {first}{before}, {what}. {_DIAGNOSE}"

@@ -71,11 +71,9 @@ def _before_step(
         return None
     # The gradients are made inside the step: check them right after the closure has run. (It may
     # even compile the model, so nothing is known about the parameters before.)
-    if isinstance(place, str):
-        checked = _checked_closure(optimizer, kwargs[place], by_itself=by_itself)
-        return args, {**kwargs, place: checked}
-    checked = _checked_closure(optimizer, args[place], by_itself=by_itself)
-    return (*args[:place], checked, *args[place + 1 :]), kwargs
+    given: Any = dict(kwargs) if isinstance(place, str) else list(args)
+    given[place] = _checked_closure(optimizer, given[place], by_itself=by_itself)
+    return (args, given) if isinstance(place, str) else (tuple(given), kwargs)
 
 
 def _place_of_closure(

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from ..torch_inside.tensors import mark_of, mark_on
+from ..torch_inside.tensors import Mark, mark_of, mark_on, marks_match, marks_of
 from .loss_scale import LossScale
 
 
@@ -87,6 +87,25 @@ def note(parameter: torch.Tensor, **facts: Any) -> None:
     if after != before:
         mark_of(parameter).state = after
         changed()
+
+
+class Derived:
+    """What was derived of parameters, for several lists of them in turn: Dynamo may run a graph
+    with those of equal modules. Each list is known by its first one's id; none is kept alive.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[list[weakref.ref[Mark]], Any]] = {}
+
+    def of(self, parameters: Sequence[torch.Tensor]) -> Any:
+        """What was derived of these very tensors, or None."""
+        marks, derived = self._known.get(id(parameters[0]), ((), None))
+        return derived if marks and marks_match(marks, parameters) else None
+
+    def note(self, parameters: Sequence[torch.Tensor], derived: Any) -> None:
+        for key in [key for key, (marks, _) in self._known.items() if marks[0]() is None]:
+            del self._known[key]
+        self._known[id(parameters[0])] = marks_of(parameters), derived
 
 
 def own(parameters: Iterable[torch.Tensor], owner: Any, scale: LossScale | None = None) -> None:
