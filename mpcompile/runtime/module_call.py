@@ -31,7 +31,6 @@ from ..capture.surroundings import noting_regions
 from ..errors import MPCompileError
 from ..lower.tracing_settings import is_inlined, settings_for, traced_with
 from ..ranks import fsdp
-from ..ranks.refuse import check_engines
 from ..scaling import foreign, parameters
 from ..scaling.kept_copies import follow_grad_mode
 from ..torch_inside.modules import (
@@ -201,7 +200,7 @@ class ModuleCall:
     def _compile(self, *, divides: bool = True) -> Callable[..., Any]:
         """The call, compiled; of a module that FSDP shards, what runs between FSDP's hooks."""
         module = self._module
-        check_engines(module)
+        fsdp.check_engines(module)
         regions: Collection[nn.Module] = ()
         if self._regions is not None and divides:
             self._regions.divide(self._backend, self._for_each)
@@ -252,7 +251,7 @@ class ModuleCall:
             return False
         self._asked = now
         if asked is None or asked[0] != now[0]:  # an engine may have taken charge of parts
-            check_engines(module)
+            fsdp.check_engines(module)
         before, self._compiled_for = self._compiled_for, self._now()
         return before != self._compiled_for
 

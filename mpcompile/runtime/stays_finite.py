@@ -36,7 +36,7 @@ from ..devices.registry import capabilities
 from ..errors import MPCompileWarning
 from ..ranks import fsdp
 from ..ranks.shards import local
-from ..scaling import hooks, optimizer_state, parameters
+from ..scaling import hooks, parameters
 from ..scaling.async_read import AsyncRead, HostBuffers
 from ..torch_inside.names import FakeTensor, is_functorch_wrapped_tensor
 from ..torch_inside.tensors import sparse_values
@@ -236,7 +236,7 @@ def _is_scalar(value: Any) -> bool:
 
 
 def _before_step(optimizer: Optimizer) -> None:
-    state = optimizer_state.state_of(optimizer)
+    state = parameters.of_optimizer(optimizer)
     if (watch := state.watch) is None:
         watch = state.watch = _OptimizerWatch(optimizer)
     if watch.comes():
@@ -249,12 +249,12 @@ class _OptimizerWatch(FiniteCheck):
     _level = 7
 
     def __init__(self, optimizer: Optimizer) -> None:
-        held = optimizer_state.parameters_of(optimizer)
+        held = parameters.parameters_of(optimizer)
         super().__init__(f"{type(optimizer).__name__}'s step", held)
 
     def see(self, optimizer: Optimizer) -> None:
         """Look at a step in which `comes` says so."""
-        began, held = perf_counter(), optimizer_state.parameters_of(optimizer)
+        began, held = perf_counter(), parameters.parameters_of(optimizer)
         # Else it isn't ours, or a loss scale judges its gradients.
         if any(parameters.state_of(p).names for p in held) and not any(
             map(parameters.scales_of, held)
@@ -277,7 +277,7 @@ class _OptimizerWatch(FiniteCheck):
             self._turn += 1
             gradients = [gradients[self._turn % len(gradients)]]
         values = [_sum(gradients)]
-        if self._bad is None and optimizer_state.state_of(optimizer).skips_by_itself:
+        if self._bad is None and parameters.of_optimizer(optimizer).skips_by_itself:
             skipped = getattr(optimizer, "skipped", None)  # of an MPOptimizer, for the step before
             if skipped is not None and skipped.device == values[0].device:
                 values.append(skipped)
@@ -305,7 +305,7 @@ def _named(held: Sequence[torch.Tensor], optimizer: Optimizer) -> str:
     """Which gradients are not finite now, and what comes of it; waits for the device."""
     known = [p for p in held if p.grad is not None]
     wrong = [p for p in known if p.grad is not None and not bool(_sum([p.grad]).isfinite())]
-    skips = optimizer_state.state_of(optimizer).skips_by_itself
+    skips = parameters.of_optimizer(optimizer).skips_by_itself
     then = "each step is skipped" if skips else "the weights become NaN"
     if len(wrong) in (0, len(known)) and len(known) > 1:
         return f"the gradients of all parameters are not finite: {then}"

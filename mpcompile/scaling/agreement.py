@@ -27,11 +27,10 @@ from torch.optim import Optimizer
 
 from ..errors import MPCompileError
 from ..ranks import ddp, fsdp
-from ..ranks.agree import Ranks
-from ..ranks.shards import ranks_of
+from ..ranks.shards import Ranks, ranks_of
 from ..torch_inside.distributed import is_reducing, parameters_of
 from ..torch_inside.names import running_backward
-from . import copies, optimizer_state, parameters
+from . import copies, parameters
 from .loss_scale import LossScale
 from .overflows import any_nonfinite
 
@@ -51,7 +50,7 @@ def before_step(optimizer: Optimizer) -> None:
     open_ = [group for group, settled in _fsdp.items() if not (settled and _is_agreed(group))]
     if not reductions and not open_:
         return
-    held = optimizer_state.parameters_of(optimizer)
+    held = parameters.parameters_of(optimizer)
     order = {id(p): i for i, p in enumerate(held)}
     for reduction in reductions:
         if not order.keys().isdisjoint(reduction.ids):
@@ -127,9 +126,9 @@ def beside(optimizer: Optimizer, scale: LossScale) -> tuple[Ranks, list[torch.Te
         return _NOBODY, []
     groups = optimizer.param_groups
     when = parameters.changes(), len(_ddp), [len(group["params"]) for group in groups]
-    known = optimizer_state.state_of(optimizer).beside
+    known = parameters.of_optimizer(optimizer).beside
     if scale not in known or known[scale][0] != when:
-        held = optimizer_state.parameters_of(optimizer)
+        held = parameters.parameters_of(optimizer)
         averaging = [r for r in _ddp.values() if not r.ids.isdisjoint(map(id, held))]
         averaged = {key for r in averaging for key in r.ids}
         own = [p for p in held if id(p) not in averaged and scale in parameters.scales_of(p)]

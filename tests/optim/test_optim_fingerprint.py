@@ -8,17 +8,17 @@ import pytest
 import torch
 from torch import nn
 
-from mpcompile.optim.fingerprint import (
+from mpcompile.optim.members import Member
+from mpcompile.optim.rests_on import (
     DTYPE_AND_LAYOUT,
     SHAPE,
     STRIDE,
     Alike,
     Fact,
     Fingerprint,
+    State,
     same,
 )
-from mpcompile.optim.members import Member
-from mpcompile.optim.rests_on import State
 
 FACTS = {"dtype and layout": DTYPE_AND_LAYOUT, "shape": SHAPE, "stride": STRIDE}
 
