@@ -3,7 +3,7 @@ doesn't do.
 
 * Dynamo skips frames of torch's own files, so `nn.Sequential(...).compile()` would compile nothing,
   and it counts recompiles per code object, which all instances of a class share. So each module
-  gets an entry function (`left_to_python.py`), with a code object of its own.
+  gets an entry function (`owned_backend.py`), with a code object of its own.
 * Recurrent layers break the graph unless that is prevented (`lower/tracing_settings.py`).
 * Half inputs to FP32 layers fail before a backend sees them. They are widened, which is exact; the
   first LOW op narrows them again (`half_inputs.py`).
@@ -43,9 +43,9 @@ from ..torch_inside.modules import (
 from ..torch_inside.names import BackendCompilerFailed, autocast_is_on, torchscript_trace
 from . import given_up, uncalled
 from .half_inputs import refuse_written, widened, widens_inputs
-from .left_to_python import ProductsCheck, enter_by_itself, entry, shared_entry
+from .left_to_python import ProductsCheck, enter_by_itself
 from .outside_products import aside
-from .owned_backend import compiled_by
+from .owned_backend import compiled_by, entry, shared_entry
 from .regions import Regions, hooks_of
 from .sharded_call import between_hooks, ends_graph, own_forward, parts_of
 
