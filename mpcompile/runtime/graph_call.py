@@ -21,7 +21,7 @@ from ..scaling import agreement, fit_scale, guard
 from ..scaling.copies import Reader, read_in_full
 from ..scaling.kept_copies import KeptCopies
 from ..scaling.loss_scale import LossScale
-from ..scaling.parameters import Derived
+from ..scaling.parameters import Derived, is_trained
 from ..torch_inside.distributed import active_ddp
 from .repair import NotedCall, Repairable, repair
 from .stays_finite import watching
@@ -150,7 +150,7 @@ def _telling(examples: Sequence[Any], scale: LossScale) -> Callable[[Sequence[An
     def tell(args: Sequence[Any]) -> None:
         now = [args[i] for i in leaves]
         shards = guard.watch(list(filter(is_leaf, now)), scale)
-        scale.open |= any(map(_is_computed, args))
+        scale.open |= any(is_trained(x) and not x.is_leaf for x in args)  # it goes on to others
         if now:
             known.note(now, [shard.is_current() for shard in shards])
 
@@ -215,9 +215,4 @@ WRAPPERS: tuple[tuple[Callable[[Function, Emitted], Function], str], ...] = (
 
 def is_leaf(value: Any) -> bool:
     """Whether autograd stores a gradient in `value.grad`."""
-    return isinstance(value, torch.Tensor) and value.requires_grad and value.is_leaf
-
-
-def _is_computed(value: Any) -> bool:
-    """Whether a gradient goes on to what comes before."""
-    return isinstance(value, torch.Tensor) and value.requires_grad and not value.is_leaf
+    return is_trained(value) and value.is_leaf

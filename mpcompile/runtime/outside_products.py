@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import contextlib
 import sys
-import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
 from types import FrameType
 from typing import Any
 
@@ -31,11 +31,8 @@ _WIDE = (torch.float32, torch.float64)
 _REENTRANT = CheckpointFunction.forward.__code__  # what is called by its frame isn't compiled
 
 
-class _CountingThread(threading.local):
-    now: Outside | None = None  # what looks at the call that this thread is in
-
-
-_thread = _CountingThread()
+# What looks at the call that this thread is in.
+_now: ContextVar[Outside | None] = ContextVar("now", default=None)
 
 
 class Outside(TorchDispatchMode):
@@ -88,12 +85,12 @@ class Outside(TorchDispatchMode):
     @contextlib.contextmanager
     def looking(self) -> Iterator[None]:
         """Look at a call in this thread."""
-        before, _thread.now = _thread.now, self
+        before = _now.set(self)
         try:
             with self:
                 yield
         finally:
-            _thread.now = before
+            _now.reset(before)
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
@@ -145,15 +142,14 @@ def _frames(frame: FrameType | None) -> Iterator[FrameType]:
 
 def aside() -> contextlib.AbstractContextManager[None]:
     """Around what compiles: nobody looks at it."""
-    return contextlib.nullcontext() if _thread.now is None else _thread.now.aside()
+    return contextlib.nullcontext() if (now := _now.get()) is None else now.aside()
 
 
 def counted(graph: Callable[..., Any], flops: int) -> Callable[..., Any]:
     """Wrap the function that Dynamo calls for a graph with so many FLOPs in its products."""
 
     def run(*args: Any) -> Any:
-        now = _thread.now
-        if now is None:
+        if (now := _now.get()) is None:
             return graph(*args)
         now.compiled += flops
         with now.aside():

@@ -165,7 +165,7 @@ def watching(compiled: Function, examples: Sequence[Any], names: Names) -> Funct
         examples: the inputs that it was compiled with.
         names: the names of the model's parameters.
     """
-    trained = [i for i, x in enumerate(examples) if isinstance(x, torch.Tensor) and x.requires_grad]
+    trained = [i for i, x in enumerate(examples) if parameters.is_trained(x)]
     if not torch.is_grad_enabled() or not trained:
         return compiled
     leaves = [i for i in trained if examples[i].is_leaf]
@@ -178,7 +178,7 @@ def watching(compiled: Function, examples: Sequence[Any], names: Names) -> Funct
     def run(*args: Any) -> Any:
         results = compiled(*args)
         if watch.comes():
-            losses = [x for x in results if isinstance(x, torch.Tensor) and x.requires_grad]
+            losses = list(filter(parameters.is_trained, results))
             watch.see(losses, [args[i] for i in leaves])
         return results
 

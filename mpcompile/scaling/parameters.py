@@ -111,6 +111,11 @@ class Derived:
         self._known[id(parameters[0])] = marks_of(parameters), derived
 
 
+def is_trained(value: Any) -> bool:
+    """Whether an input is a tensor that gets a gradient."""
+    return isinstance(value, torch.Tensor) and value.requires_grad
+
+
 def own(parameters: Iterable[torch.Tensor], owner: Any, scale: LossScale | None = None) -> None:
     """Make `owner` (an MPOptimizer) the optimizer whose step writes the copies of these parameters.
     With `scale`, models of these parameters without a loss scale from the user use this one.
