@@ -127,14 +127,18 @@ class _Bound:
         return self._run(arguments)
 
 
-def _at_once(program: Program, columns: Sequence[Any]) -> _Call:
+class _AtOnce:
     """The numbers of several calls: those that differ between them as vectors.
 
     Args:
         columns: for each input the tensor of all calls, or a list of those of each.
     """
-    run = program.run
-    return lambda _: run([torch.stack(c) if type(c) is list else c for c in columns])
+
+    def __init__(self, program: Program, columns: Sequence[Any]) -> None:
+        self._run, self._columns = program.run, columns
+
+    def __call__(self, gradients: Sequence[torch.Tensor]) -> None:
+        self._run([torch.stack(c) if type(c) is list else c for c in self._columns])
 
 
 def _together(cut: Cut, held: Mapping[Slot, torch.Tensor], emit: Emit) -> _Call:
@@ -198,7 +202,7 @@ def _numbers(
             else memory[column[0]] if column[0] in memory else held[column[0]]
             for i, column in enumerate(columns)
         ]  # fmt: skip
-        return [_at_once(Program.of(gm, emit, vectors), arguments)], kept
+        return [_AtOnce(Program.of(gm, emit, vectors), arguments)], kept
     program = Program.of(gm, emit)
     calls = zip(slots, kept, strict=True)
     return [_Bound(program, own, held, numbers) for own, numbers in calls], kept

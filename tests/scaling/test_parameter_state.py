@@ -26,11 +26,13 @@ def owner(*params: nn.Parameter) -> MPOptimizer:
 
 
 def test_nothing_is_known_of_a_tensor_until_something_is_noted() -> None:
-    known = len(parameters._states)
     assert parameters.state_of(torch.ones(2)) == parameters.ParamState()
-    assert parameters.owner_of(torch.ones(2)) is None
-    assert parameters.scales_of(torch.ones(2)) == ()
-    assert len(parameters._states) == known
+    assert (parameters.owner_of(torch.ones(2)), parameters.scales_of(torch.ones(2))) == (None, ())
+    known, params = parameters.Derived(), [weight() for _ in range(50)]
+    for p in params:
+        known.note([p], "derived")
+    del params, p  # new ones lie in their places
+    assert {known.of([p]) for p in [weight() for _ in range(50)]} == {None}
 
 
 def test_one_count_grows_with_each_fact_and_only_then() -> None:
