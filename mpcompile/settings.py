@@ -28,7 +28,7 @@ from .capture.provenance import Names
 from .errors import MPCompileError, did_you_mean
 from .lower.emitter import check_inductor
 from .plans import pipeline
-from .ranks.refuse import check_ranks
+from .ranks.fsdp import check_ranks
 from .rules.op_names import op_exists
 from .rules.other_words import unknown_option
 from .rules.policy import LOW_DTYPES, Level, Policy, parse_dtype, parse_level

@@ -126,7 +126,7 @@ def scale_for(examples: Sequence[Any], low: torch.dtype, settings: Settings) -> 
     """The scale that a graph multiplies by: the user's, its parameters' own, or a new one."""
     if not torch.is_grad_enabled():
         return None
-    trained = list(filter(is_trained, examples))
+    trained = list(filter(parameters.is_trained, examples))
     given = parameters.given_scale(trained)
     if given is not None and (settings.loss_scale is None or settings.loss_scale.fp16_only):
         return given if given.active else None
@@ -135,8 +135,3 @@ def scale_for(examples: Sequence[Any], low: torch.dtype, settings: Settings) -> 
     if settings.loss_scale is not None:
         return settings.loss_scale if settings.loss_scale.active else None
     return parameters.scale_of(trained) or LossScale.default()
-
-
-def is_trained(value: Any) -> bool:
-    """Whether an input is a tensor that gets a gradient."""
-    return isinstance(value, torch.Tensor) and value.requires_grad

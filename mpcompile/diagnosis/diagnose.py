@@ -27,7 +27,7 @@ from ..plans.graph_plan import PlanNode
 from ..plans.pipeline import Planned
 from ..rules.policy import Level
 from ..runtime.check_module import check_call, check_module, deep_copy, for_weights
-from ..runtime.compile_apart import nothing_compiled
+from ..runtime.owned_backend import nothing_compiled
 from ..runtime.records import pinned_in, recorded, studied
 from ..scaling import parameters
 from ..settings import OPTIONS, Settings

@@ -30,9 +30,9 @@ from ..observe.watch import Comparing, Exact, Keeping, Observer, gradient_units
 from ..planner.target import device_of, target_of
 from ..plans.graph_plan import GraphPlan, plan_of_left
 from ..rules.policy import Level
-from ..runtime.compile_apart import compiled_apart, nothing_happened
 from ..runtime.half_inputs import widened
 from ..runtime.module_call import running
+from ..runtime.owned_backend import compiled_apart, nothing_happened
 from ..scaling.overflows import weakly
 from ..scaling.skipped_steps import Repairs
 from ..settings import Settings

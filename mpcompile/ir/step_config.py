@@ -13,6 +13,7 @@ from functools import cached_property
 
 import torch
 
+from ..ranks.shards import Connected
 from .scale import ScaleRule
 
 
@@ -76,19 +77,6 @@ class CopyLayout:
 
 
 @dataclass(frozen=True)
-class RankGroups:
-    """The processes that must take a step alike, because each holds a part of its gradients.
-
-    Attributes:
-        groups: names of torch's process groups: a sum over one after the other is one over all.
-        device: the kind of device whose tensors these groups exchange.
-    """
-
-    groups: tuple[str, ...]
-    device: str
-
-
-@dataclass(frozen=True)
 class StepConfig:
     """The settings of one step, as its passes see them.
 
@@ -98,7 +86,8 @@ class StepConfig:
         checked: whether a gradient that is not finite skips the step.
         scales: the loss scales that the gradients depend on.
         max_grad_norm: clip the global 2-norm of the gradients to this, or None.
-        ranks: the processes that each hold a part of the gradients, or None: this one has all.
+        ranks: the processes that must take a step alike, because each holds a part of its
+            gradients, or None: this one has all.
     """
 
     gradients: tuple[Gradient, ...]
@@ -106,7 +95,7 @@ class StepConfig:
     checked: bool = True
     scales: tuple[ScaleRule, ...] = ()
     max_grad_norm: float | None = None
-    ranks: RankGroups | None = None
+    ranks: Connected | None = None
 
     @property
     def clipped(self) -> bool:

@@ -2,8 +2,7 @@
 
 optimizer.py      MPOptimizer, what users see
 checks.py         what it refuses
-fingerprint.py    whether what something was made from is still so
-rests_on.py       the fingerprints of a step
+rests_on.py       whether what a step was made from is still so: its fingerprints
 members.py        the parameters of a step, what it is compiled for, and the inputs of its graph
 masters.py        FP32 masters of parameters that are stored low
 trace.py          the optimizer's own step becomes a graph

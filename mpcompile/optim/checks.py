@@ -15,7 +15,7 @@ from ..lower.emitter import check_how, check_inductor
 from ..ranks.shards import Connected, connect
 from ..ranks.zero import is_zero
 from ..scaling.loss_scale import LossScale
-from ..scaling.optimizer_state import parameters_of
+from ..scaling.parameters import parameters_of
 from ..settings import OPTIONS
 from ..torch_inside.distributed import overlaps_backward
 from ..torch_inside.optimizers import without_wrappers

@@ -29,11 +29,11 @@ from ..torch_inside.dynamo import compile_session
 from ..torch_inside.names import modes_off
 from . import fused
 from .compiled import Emit
-from .fingerprint import Fingerprint
 from .first_state import initialise_state
 from .kinds import ParametersMix
 from .members import Setting, StepKey
 from .reports import Results
+from .rests_on import Fingerprint
 from .shadow import StateAppeared
 from .step import CompiledStep
 from .traced_step import TracedStep

@@ -225,13 +225,10 @@ def _agree(config: StepConfig, known: _Values) -> dict[Slot, torch.Tensor]:
     # FP64 holds the square of every FP32 norm.
     wide = [known[slot].to(torch.float64) for slot in own]
     wide = [w * w if slot == _TOTAL else w for slot, w in zip(own, wide, strict=True)]
-    functional = torch.ops._c10d_functional  # there only if torch was built with distributed
-    sums = torch.stack(wide).to(config.ranks.device)  # parameters FSDP may keep on the host
-    for group in config.ranks.groups:
-        sums = functional.wait_tensor(functional.all_reduce(sums, "sum", group))
+    sums = config.ranks.sum(torch.stack(wide))
     return {
         slot: s.sqrt().to(known[slot].dtype) if slot == _TOTAL else s > 0
-        for slot, s in zip(own, sums.to(wide[0].device).unbind(), strict=True)
+        for slot, s in zip(own, sums.unbind(), strict=True)
     }
 
 

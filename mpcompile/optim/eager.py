@@ -6,8 +6,8 @@ once.
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Iterator
+from contextvars import ContextVar
 
 import torch
 from torch.optim import Optimizer
@@ -21,27 +21,22 @@ from .masters import follow, in_fp32, is_low
 from .members import StepKey
 from .reports import Results
 
-
-class _EagerThread(threading.local):
-    this_once = False
-
-
-_thread = _EagerThread()
+_this_once = ContextVar("this_once", default=False)
 
 
 @contextlib.contextmanager
 def op_by_op() -> Iterator[None]:
     """In this context, no step of an MPOptimizer is compiled."""
-    before, _thread.this_once = _thread.this_once, True
+    before = _this_once.set(True)
     try:
         yield
     finally:
-        _thread.this_once = before
+        _this_once.reset(before)
 
 
 def is_op_by_op() -> bool:
     """Whether steps run operator by operator now."""
-    return _thread.this_once
+    return _this_once.get()
 
 
 def eager_step(

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from ..scaling.optimizer_state import parameters_of
+from ..scaling.parameters import parameters_of
 from ..torch_inside.optimizers import init_group
 from .masters import in_fp32, make_masters, zeros_like
 from .members import Member

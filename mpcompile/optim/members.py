@@ -20,7 +20,7 @@ from ..ranks.zero import partition_of
 from ..scaling import copies, parameters
 from ..scaling.copies import WorkingCopy
 from ..scaling.loss_scale import LossScale
-from ..scaling.optimizer_state import parameters_of
+from ..scaling.parameters import parameters_of
 from ..torch_inside.names import ConstantSource, FakeTensorMode
 from .masters import entries_of, updated_by
 

@@ -15,9 +15,9 @@ from typing_extensions import Self
 
 from ..errors import CannotRewrite, MPCompileError, MPCompileWarning
 from ..ranks.zero import is_zero, partition_of, step_with
-from ..scaling import optimizer_state, parameters
+from ..scaling import parameters
 from ..scaling.loss_scale import LossScale
-from ..scaling.optimizer_state import parameters_of
+from ..scaling.parameters import parameters_of
 from ..settings import OPTIONS, Emits, Mode
 from ..torch_inside.optimizers import note_step, without_wrappers
 from .checks import check, check_arguments, check_group, check_ranks
@@ -116,7 +116,7 @@ class MPOptimizer(Optimizer):
         for name in HOOKS:
             setattr(self, name, getattr(self._inner, name, OrderedDict()))
         self._patch_step_function()
-        optimizer_state.state_of(self).skips_by_itself = True
+        parameters.of_optimizer(self).skips_by_itself = True
         self._connected = check_ranks(self._inner, self._max_grad_norm)
         self._own_scale = self._given_scale or LossScale.static(1.0)
         self._last: LastKey | None = None

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from ..ir.step_config import Slot
 from ..scaling.copies import copies_of
-from ..scaling.optimizer_state import parameters_of
+from ..scaling.parameters import parameters_of
 from .masters import MASTER, is_low
 
 _DTYPES = {"skipped": torch.bool, "norm": torch.float32}

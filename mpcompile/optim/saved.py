@@ -20,7 +20,7 @@ from ..errors import MPCompileError
 from ..plans.plan_text import shortened
 from ..ranks.zero import is_zero
 from ..scaling.loss_scale import LossScale
-from ..scaling.optimizer_state import parameters_of
+from ..scaling.parameters import parameters_of
 from .first_state import gradients_stand_by, initialise_state
 from .masters import in_fp32
 from .members import Member

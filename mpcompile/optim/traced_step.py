@@ -21,12 +21,11 @@ from ..ir.step_config import FACTOR, Slot, StepConfig
 from ..ranks.shards import is_sharded, local
 from ..scaling import guard
 from ..scaling.copies import holders_beside
-from .fingerprint import Fact
 from .fused import settings_of
 from .masters import entries_of, is_low, updated_by
 from .members import Member, Setting, StepKey, has_lr, setting_floats
 from .reports import Results
-from .rests_on import OfStep
+from .rests_on import Fact, OfStep
 from .trace import Trace
 from .updates import UpdateGraph, Updates
 

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from .. import ir, logs
 from ..devices.registry import capabilities
 from ..ir.dtypes import HALF
-from ..ir.step_config import CopyLayout, RankGroups, Slot, StepConfig
+from ..ir.step_config import CopyLayout, Slot, StepConfig
 from ..passes.step.lift_numbers import lift_numbers
 from ..passes.step.predicate_writes import predicate_writes
 from ..passes.step.take_gradients import take_gradients
@@ -228,7 +228,7 @@ def config_of(key: StepKey, max_grad_norm: float | None) -> StepConfig:
         checked=key.checked,
         scales=tuple(scale.rule for scale in key.scales),
         max_grad_norm=max_grad_norm,
-        ranks=RankGroups(ranks.groups, ranks.device) if (ranks := key.connected) else None,
+        ranks=key.connected,
     )
 
 

@@ -47,10 +47,10 @@ from ..plans.model_plan import ModuleLine, OutsideLine, Plan
 from ..plans.partitioned import Partitioned
 from ..rules.policy import Level, Policy, Target
 from ..runtime.check_module import check_call, check_module
-from ..runtime.compile_apart import compiled_apart, nothing_compiled
 from ..runtime.half_inputs import widened, widens_inputs
 from ..runtime.left_to_python import looked_into
 from ..runtime.outside_products import aside, counted
+from ..runtime.owned_backend import compiled_apart, nothing_compiled
 from ..runtime.records import pinned_in, settings_like, studied
 from ..scaling import copies, parameters
 from ..scaling.overflows import weakly

@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from ..errors import MPCompileError
 from ..ir import aten
 from ..runtime.check_module import deep_copy
-from ..runtime.compile_apart import nothing_happened
+from ..runtime.owned_backend import nothing_happened
 from ..torch_inside.dynamo import BesideDynamo
 from ..torch_inside.names import FakeTensorMode, TracingContext, cached_backends, counters
 

@@ -1,13 +1,18 @@
 """Parameters that several processes hold together: DTensors, as FSDP2 and tensor parallelism make.
 
 Each rank holds a *local* tensor of a DTensor: a shard, or a whole replica. Here stands how they
-lie, and which process groups together connect all ranks that hold a part.
+lie, which process groups together connect all ranks that hold a part, and small collectives by
+which ranks decide alike.
+
+All ranks must call these, in the same order. They are called where data-parallel training is
+collective anyway: in an optimizer's step, in a forward that exchanges shards, in a reduction.
 """
 
 from __future__ import annotations
 
+import math
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +21,51 @@ import torch.distributed as dist
 
 from ..errors import MPCompileError
 from ..torch_inside.distributed import LOCAL
-from .agree import Ranks
+
+
+def is_distributed() -> bool:
+    """Whether the process works with others: else nothing is sharded, and torch is not asked."""
+    return dist.is_available() and dist.is_initialized()
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The ranks that train something together; false if there are no others.
+
+    Attributes:
+        groups: the process groups that connect them.
+        device: the kind of device whose tensors the groups exchange; None without groups.
+    """
+
+    groups: tuple[dist.ProcessGroup, ...] = ()
+    device: torch.device | None = None
+
+    def __bool__(self) -> bool:
+        return bool(self.groups)
+
+    def __add__(self, others: Ranks) -> Ranks:
+        groups = tuple(dict.fromkeys((*self.groups, *others.groups)))
+        return Ranks(groups, others.device if others else self.device)
+
+    def all_max(self, numbers: torch.Tensor) -> torch.Tensor:
+        """The elementwise maximum over these ranks of flags or small counts: any shape, an integer
+        dtype or bool. On the groups' device; without groups the tensor itself.
+        """
+        if not self:
+            return numbers
+        found = numbers.to(self.device, torch.int32, copy=True)
+        for group in self.groups:
+            dist.all_reduce(found, dist.ReduceOp.MAX, group=group)
+        return found.to(numbers.dtype)
+
+    def least(self, numbers: Sequence[float]) -> list[float]:
+        """For each number, of which each rank has as many, the least that one of them has; waits
+        for the device.
+        """
+        found = torch.tensor(numbers, dtype=torch.float64, device=self.device)
+        for group in self.groups:
+            dist.all_reduce(found, dist.ReduceOp.MIN, group=group)
+        return [float(number) for number in found.tolist()]
 
 
 def is_sharded(tensor: torch.Tensor) -> bool:
@@ -69,10 +118,8 @@ class Layout:
     @property
     def replicas(self) -> int:
         """On how many ranks of the mesh each element lies."""
-        count = 1
-        for size, placement in zip(self.mesh.shape, self.placements, strict=True):
-            count *= size if placement.is_replicate() else 1
-        return count
+        pairs = zip(self.mesh.shape, self.placements, strict=True)
+        return math.prod(size for size, placement in pairs if placement.is_replicate())
 
 
 def layout_of(tensor: torch.Tensor) -> Layout | None:
@@ -122,8 +169,8 @@ class Connected:
 
     def sum(self, vector: torch.Tensor) -> torch.Tensor:
         """The sum of a vector over all these ranks, each of which must call this."""
-        functional = torch.ops._c10d_functional
-        home, vector = vector.device, vector.to(self.device)
+        functional = torch.ops._c10d_functional  # there only if torch was built with distributed
+        home, vector = vector.device, vector.to(self.device)  # FSDP may keep parameters on the host
         for group in self.groups:
             vector = functional.wait_tensor(functional.all_reduce(vector, "sum", group))
         return vector.to(home)
@@ -167,11 +214,6 @@ def _ranks(mesh: Any) -> frozenset[int]:
 
 def _groups(mesh: Any) -> tuple[str, ...]:
     """Names of the groups that connect all ranks of a mesh: one, if there is one over all."""
-    if mesh.size() == dist.get_world_size():
-        return (_name(dist.group.WORLD),)
-    return tuple(_name(mesh.get_group(dim)) for dim in range(mesh.ndim))
-
-
-def _name(group: Any) -> str:
-    name: str = group.group_name
-    return name
+    is_whole = mesh.size() == dist.get_world_size()
+    groups: list[Any] = [dist.group.WORLD] if is_whole else mesh.get_all_groups()
+    return tuple(group.group_name for group in groups)

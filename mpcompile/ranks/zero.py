@@ -8,7 +8,7 @@ each rank's partition to the others (read in torch 2.13).
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -46,10 +46,6 @@ def step_with(
     finally:
         undo()
     # What was received was written without autograd's knowledge: into `.data`, or into a bucket.
-    own = {id(p) for p in _parameters(optimizer.optim)}
-    received = [p for p in _parameters(optimizer) if id(p) not in own]
-    torch.autograd.graph.increment_version(received)
-
-
-def _parameters(optimizer: Optimizer) -> Iterator[torch.Tensor]:
-    return (p for group in optimizer.param_groups for p in group["params"])
+    own = {id(p) for group in optimizer.optim.param_groups for p in group["params"]}
+    everyone = (p for group in optimizer.param_groups for p in group["params"])
+    torch.autograd.graph.increment_version([p for p in everyone if id(p) not in own])

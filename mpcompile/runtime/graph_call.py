@@ -7,7 +7,6 @@ place of parameters, and the loss scale (`ir/inputs.py`).
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,8 +21,8 @@ from ..scaling import agreement, fit_scale, guard
 from ..scaling.copies import Reader, read_in_full
 from ..scaling.kept_copies import KeptCopies
 from ..scaling.loss_scale import LossScale
+from ..scaling.parameters import Derived, is_trained
 from ..torch_inside.distributed import active_ddp
-from ..torch_inside.tensors import Mark, marks_match, marks_of
 from .repair import NotedCall, Repairable, repair
 from .stays_finite import watching
 
@@ -110,7 +109,7 @@ def _scaled(compiled: Function, made: Emitted) -> Function:
     scale, reader, repairable, device = made.scale, made.reader, made.repairable, made.device
     inputs, constant = made.inputs, made.constant
     masters = tuple(inputs.copies.values())
-    watch = _ScaleNotifier(made.examples, scale)
+    see = _telling(made.examples, scale)
     in_a_row = scale.in_a_row
     if repairable is not None:
         in_a_row.repair = functools.partial(repair, scale)
@@ -118,7 +117,7 @@ def _scaled(compiled: Function, made: Emitted) -> Function:
 
     def call(*args: Any) -> Any:
         nonlocal is_first
-        watch.see(args)
+        see(args)
         scale.saw_forward()
         given: Sequence[Any] = (*args, *scale.inputs(device))
         if reader is not None:
@@ -137,40 +136,31 @@ def _scaled(compiled: Function, made: Emitted) -> Function:
     return call
 
 
-class _ScaleNotifier:
-    """Tells optimizers which scale the gradients of a graph's parameters depend on. Dynamo may run
-    the graph with the parameters of equal modules in turn, so those of several are known.
+def _telling(examples: Sequence[Any], scale: LossScale) -> Callable[[Sequence[Any]], None]:
+    """Tell optimizers which scale the gradients of a graph's parameters depend on. Returns what
+    tells it of the inputs of a call, if they are others.
 
     Args:
         examples: the caller's inputs that the graph was compiled with.
         scale: the scale.
     """
+    leaves = [i for i, x in enumerate(examples) if is_leaf(x)]
+    known = Derived()  # whether FSDP still uses their shards
 
-    def __init__(self, examples: Sequence[Any], scale: LossScale) -> None:
-        self._leaves = [i for i, x in enumerate(examples) if is_leaf(x)]
-        self._scale = scale
-        # By the first one's id: all of them, and whether FSDP still uses their shards.
-        self._known: dict[int, tuple[list[weakref.ref[Mark]], list[Callable[[], bool]]]] = {}
-        self._tell(examples)
-
-    def see(self, args: Sequence[Any]) -> None:
-        """The graph is about to run with these inputs."""
-        leaves = self._leaves
-        if not leaves:
-            return
-        marks, current = self._known.get(id(args[leaves[0]]), ((), ()))
-        same = bool(marks) and marks_match(marks, [args[i] for i in leaves])
-        if not (same and all(is_current() for is_current in current)):
-            self._tell(args)
-
-    def _tell(self, args: Sequence[Any]) -> None:
-        now, known = [args[i] for i in self._leaves], self._known
-        shards = guard.watch(list(filter(is_leaf, now)), self._scale)
-        self._scale.open |= any(map(_is_computed, args))
-        for key in [key for key, (marks, _) in known.items() if marks[0]() is None]:
-            del known[key]
+    def tell(args: Sequence[Any]) -> None:
+        now = [args[i] for i in leaves]
+        shards = guard.watch(list(filter(is_leaf, now)), scale)
+        scale.open |= any(is_trained(x) and not x.is_leaf for x in args)  # it goes on to others
         if now:
-            known[id(now[0])] = marks_of(now), [s.is_current() for s in shards]
+            known.note(now, [shard.is_current() for shard in shards])
+
+    def see(args: Sequence[Any]) -> None:
+        current = known.of([args[i] for i in leaves]) if leaves else ()
+        if current is None or not all(is_current() for is_current in current):
+            tell(args)
+
+    tell(examples)
+    return see
 
 
 def _noticing_ddp(call: Function, made: Emitted) -> Function:
@@ -225,9 +215,4 @@ WRAPPERS: tuple[tuple[Callable[[Function, Emitted], Function], str], ...] = (
 
 def is_leaf(value: Any) -> bool:
     """Whether autograd stores a gradient in `value.grad`."""
-    return isinstance(value, torch.Tensor) and value.requires_grad and value.is_leaf
-
-
-def _is_computed(value: Any) -> bool:
-    """Whether a gradient goes on to what comes before."""
-    return isinstance(value, torch.Tensor) and value.requires_grad and not value.is_leaf
+    return is_trained(value) and value.is_leaf

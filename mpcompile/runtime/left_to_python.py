@@ -4,7 +4,7 @@ compiled module by module.
     for layer in self.layers:       # a break in this loop: Dynamo leaves the frame to Python,
         x = layer(x)                # and each `nn.Linear` in it, since its code is torch's own
 
-A module gets an entry function with a code object in this file, which Dynamo compiles where it
+A module gets an entry function of our own (`owned_backend.py`), which Dynamo compiles where it
 meets it: with the same options, by the same backend, with the same loss scale. Within a graph the
 entry is traced like any other call. Where the products of a module still run outside, its frame
 can't be compiled either, and what it calls is next: from the outermost module inwards, one call
@@ -19,7 +19,6 @@ module must not be compiled between the two.)
 from __future__ import annotations
 
 import functools
-import itertools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -36,33 +35,9 @@ from ..plans.model_plan import ENOUGH
 from ..plans.plan_text import shortened
 from ..torch_inside.modules import compiled_call, plain_call, set_compiled_call
 from .outside_products import Outside
-from .owned_backend import with_own_code
+from .owned_backend import entry
 
 CompilePart = Callable[[nn.Module], Callable[..., Any]]
-
-_numbers = itertools.count()
-
-
-def entry(
-    function: Callable[..., Any], module: nn.Module, name: str | None = None
-) -> Callable[..., Any]:
-    """`function(module, ...)`, as a function with a code object of its own, of this name: Dynamo
-    skips torch's own files, and keeps sizes by the name.
-    """
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        return function(module, *args, **kwargs)
-
-    return with_own_code(forward, name or f"{type(module).__name__}_{next(_numbers)}")
-
-
-def shared_entry(function: Callable[..., Any], kind: type[nn.Module]) -> Callable[..., Any]:
-    """`function(module, ...)` for any module of this class, with a code object of its own."""
-
-    def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return function(module, *args, **kwargs)
-
-    return with_own_code(forward, f"{kind.__name__}_{next(_numbers)}")
 
 
 def enter_by_itself(module: nn.Module, compiled_part: CompilePart | None = None) -> None:

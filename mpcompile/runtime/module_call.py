@@ -3,7 +3,7 @@ doesn't do.
 
 * Dynamo skips frames of torch's own files, so `nn.Sequential(...).compile()` would compile nothing,
   and it counts recompiles per code object, which all instances of a class share. So each module
-  gets an entry function (`left_to_python.py`), with a code object of its own.
+  gets an entry function (`owned_backend.py`), with a code object of its own.
 * Recurrent layers break the graph unless that is prevented (`lower/tracing_settings.py`).
 * Half inputs to FP32 layers fail before a backend sees them. They are widened, which is exact; the
   first LOW op narrows them again (`half_inputs.py`).
@@ -31,7 +31,6 @@ from ..capture.surroundings import noting_regions
 from ..errors import MPCompileError
 from ..lower.tracing_settings import is_inlined, settings_for, traced_with
 from ..ranks import fsdp
-from ..ranks.refuse import check_engines
 from ..scaling import foreign, parameters
 from ..scaling.kept_copies import follow_grad_mode
 from ..torch_inside.modules import (
@@ -44,9 +43,9 @@ from ..torch_inside.modules import (
 from ..torch_inside.names import BackendCompilerFailed, autocast_is_on, torchscript_trace
 from . import given_up, uncalled
 from .half_inputs import refuse_written, widened, widens_inputs
-from .left_to_python import ProductsCheck, enter_by_itself, entry, shared_entry
+from .left_to_python import ProductsCheck, enter_by_itself
 from .outside_products import aside
-from .owned_backend import compiled_by
+from .owned_backend import compiled_by, entry, shared_entry
 from .regions import Regions, hooks_of
 from .sharded_call import between_hooks, ends_graph, own_forward, parts_of
 
@@ -146,12 +145,10 @@ class ModuleCall:
         self._sample = next(module.parameters(), None)
         self._look_at_dtype()
         self._told = not any(True for _ in module.parameters())
-        self._hooks, self._owners = hooks_of(module), self._owners_now()
-        self._changes = parameters.changes()
+        self._asked: Any = None  # once more at the first call, whatever has changed
+        self._compiled_for = self._now()
         self._forward: Any = None
         self._look_at_forward()
-        self._sharded = self._sharded_now()
-        self._engines: Any = None  # asked again at the first call, whatever has changed
         self._compiled = self._compile(divides=False)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -203,7 +200,7 @@ class ModuleCall:
     def _compile(self, *, divides: bool = True) -> Callable[..., Any]:
         """The call, compiled; of a module that FSDP shards, what runs between FSDP's hooks."""
         module = self._module
-        check_engines(module)
+        fsdp.check_engines(module)
         regions: Collection[nn.Module] = ()
         if self._regions is not None and divides:
             self._regions.divide(self._backend, self._for_each)
@@ -247,36 +244,29 @@ class ModuleCall:
 
     def _is_stale(self) -> bool:
         """Whether something has changed that Dynamo doesn't guard on."""
-        stale = False
-        if (hooks := hooks_of(self._module)) != self._hooks:
-            self._hooks, stale = hooks, True
-        if self._reads_copies and (changes := parameters.changes()) != self._changes:
-            self._changes = changes
-            owners = self._owners_now()
-            if owners != self._owners:  # read the new MPOptimizer's copies
-                self._owners, stale = owners, True
-        return self._is_sharded_again() or stale
-
-    def _is_sharded_again(self) -> bool:
-        """Whether an engine has taken charge of the module, or of parts of it."""
-        if self._engines == (engines := fsdp.engines(self._module)):
+        module, asked = self._module, self._asked
+        changes = parameters.changes() if self._reads_copies else 0
+        now = fsdp.engines(module), hooks_of(module), changes
+        if now == asked:
             return False
-        self._engines = engines
-        check_engines(self._module)
-        before, self._sharded = self._sharded, self._sharded_now()
-        return before != self._sharded
+        self._asked = now
+        if asked is None or asked[0] != now[0]:  # an engine may have taken charge of parts
+            fsdp.check_engines(module)
+        before, self._compiled_for = self._compiled_for, self._now()
+        return before != self._compiled_for
+
+    def _now(self) -> tuple[Any, ...]:
+        """Its hooks; the MPOptimizers whose copies it reads; which parts are sharded."""
+        module = self._module
+        read = module.parameters() if self._reads_copies else ()
+        owners = [id(parameters.owner_of(p)) for p in read]
+        return hooks_of(module), owners, [fsdp.is_sharded(m) for m in module.modules()]
 
     def _look_at_forward(self) -> None:
         forward = vars(self._module).get("forward")  # that someone has set on this very module
         if forward is not self._forward:
             foreign.refuse_autocast_forward(self._module)
             self._forward = forward
-
-    def _owners_now(self) -> list[int]:
-        return [id(parameters.owner_of(p)) for p in self._module.parameters()]
-
-    def _sharded_now(self) -> list[bool]:
-        return [fsdp.is_sharded(m) for m in self._module.modules()]
 
 
 def keep_finite(before: Iterable[tuple[dict[str, Any], str, Any]]) -> None:

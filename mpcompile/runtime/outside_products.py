@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import contextlib
 import sys
-import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
 from types import FrameType
 from typing import Any
 
@@ -31,11 +31,8 @@ _WIDE = (torch.float32, torch.float64)
 _REENTRANT = CheckpointFunction.forward.__code__  # what is called by its frame isn't compiled
 
 
-class _CountingThread(threading.local):
-    now: Outside | None = None  # what looks at the call that this thread is in
-
-
-_thread = _CountingThread()
+# What looks at the call that this thread is in.
+_now: ContextVar[Outside | None] = ContextVar("now", default=None)
 
 
 class Outside(TorchDispatchMode):
@@ -88,12 +85,12 @@ class Outside(TorchDispatchMode):
     @contextlib.contextmanager
     def looking(self) -> Iterator[None]:
         """Look at a call in this thread."""
-        before, _thread.now = _thread.now, self
+        before = _now.set(self)
         try:
             with self:
                 yield
         finally:
-            _thread.now = before
+            _now.reset(before)
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
@@ -122,21 +119,18 @@ class Outside(TorchDispatchMode):
         callers = [frame.f_locals.get("self") for frame in frames]
         # An optimizer's products make an update, which is not rounded.
         if first.dtype in _WIDE and not any(isinstance(c, Optimizer) for c in callers):
-            self.device = first.device
-            modules = tuple(c for c in callers if isinstance(c, nn.Module) and self._knows(c))
+            self.device, paths = first.device, self._paths
+            around = (c for c in callers if isinstance(c, nn.Module))
+            modules = tuple(m for m in around if paths is None or m in paths)
             self.callers.append(modules)
             at = [i for i, f in enumerate(frames) if f.f_code is _REENTRANT]
             inner = callers[: at[-1]] if at else ()
             self.checkpointed.update(c for c in inner if isinstance(c, nn.Module))
-            path = self._path(modules[0]) if modules else ""
+            path = ""
+            if modules:
+                path = type(modules[0]).__name__ if paths is None else paths[modules[0]]
             self.modules[path] += hint(flops(*args, **kwargs, out_val=result))
         return result
-
-    def _knows(self, module: nn.Module) -> bool:
-        return self._paths is None or module in self._paths
-
-    def _path(self, module: nn.Module) -> str:
-        return type(module).__name__ if self._paths is None else self._paths[module]
 
 
 def _frames(frame: FrameType | None) -> Iterator[FrameType]:
@@ -148,15 +142,14 @@ def _frames(frame: FrameType | None) -> Iterator[FrameType]:
 
 def aside() -> contextlib.AbstractContextManager[None]:
     """Around what compiles: nobody looks at it."""
-    return contextlib.nullcontext() if _thread.now is None else _thread.now.aside()
+    return contextlib.nullcontext() if (now := _now.get()) is None else now.aside()
 
 
 def counted(graph: Callable[..., Any], flops: int) -> Callable[..., Any]:
     """Wrap the function that Dynamo calls for a graph with so many FLOPs in its products."""
 
     def run(*args: Any) -> Any:
-        now = _thread.now
-        if now is None:
+        if (now := _now.get()) is None:
             return graph(*args)
         now.compiled += flops
         with now.aside():

@@ -135,14 +135,12 @@ def _record_of(model: Any) -> ModelRecord:
     model = getattr(model, "__func__", model)  # of a method, its function
     if model not in records:
         model = unwrapped(model)  # of what torch.compile() returned, the module in it
-    if model not in records and isinstance(model, nn.Module):
-        by_backend = _by_backend(model)
-        if by_backend is not None:
-            return by_backend
-    within = ddp.called_modules(model)[0] if isinstance(model, nn.Module) else model
-    if model not in records and within in records:
-        model = within
-    if model not in records:
+    record: ModelRecord | None = None
+    if model in records:
+        record = records[model]
+    elif isinstance(model, nn.Module):
+        record = _by_backend(model) or records.get(ddp.called_modules(model)[0])
+    if record is None:
         hint = ""
         if isinstance(model, nn.Module):
             hint = ". (Of a training step, ask the step: train_step() and mpcompile() return it)"
@@ -152,5 +150,4 @@ def _record_of(model: Any) -> ModelRecord:
             f"this {type(model).__name__} was not compiled by mpcompile(...), or is a copy of one "
             f"that was{hint}"
         )
-    record: ModelRecord = records[model]
     return record

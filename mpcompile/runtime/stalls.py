@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from ..errors import MPCompileWarning
 from ..ir.dtypes import HALF
-from ..scaling import hooks, optimizer_state, parameters
+from ..scaling import hooks, parameters
 
 
 def reached(inputs: Iterable[Any]) -> None:
@@ -32,13 +32,13 @@ def reached(inputs: Iterable[Any]) -> None:
 
 def _look(optimizer: Optimizer) -> None:
     """An optimizer is about to step."""
-    state = optimizer_state.state_of(optimizer)
+    state = parameters.of_optimizer(optimizer)
     if state.looked_for_masters or state.skips_by_itself:
         return
     state.looked_for_masters = True
     if not type(optimizer).__module__.startswith("torch.optim."):
         return
-    held = optimizer_state.parameters_of(optimizer)
+    held = parameters.parameters_of(optimizer)
     if low := [p for p in held if parameters.state_of(p).has_half_graph and p.dtype in HALF]:
         name, dtype = type(optimizer).__name__, str(low[0].dtype).removeprefix("torch.")
         warnings.warn(

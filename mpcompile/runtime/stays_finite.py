@@ -36,7 +36,7 @@ from ..devices.registry import capabilities
 from ..errors import MPCompileWarning
 from ..ranks import fsdp
 from ..ranks.shards import local
-from ..scaling import hooks, optimizer_state, parameters
+from ..scaling import hooks, parameters
 from ..scaling.async_read import AsyncRead, HostBuffers
 from ..torch_inside.names import FakeTensor, is_functorch_wrapped_tensor
 from ..torch_inside.tensors import sparse_values
@@ -48,15 +48,6 @@ Function = Callable[..., Any]
 Number = int | float | bool
 
 
-class _Told:
-    """How many warnings were given in this process."""
-
-    count = 0
-
-
-_told = _Told()
-
-
 class FiniteCheck:
     """What one place that sees a training knows of it.
 
@@ -66,8 +57,12 @@ class FiniteCheck:
     Args:
         what: what is counted: "training call".
         params: the parameters that are trained, as far as they are known.
+
+    Attributes:
+        warnings: how many were given in this process.
     """
 
+    warnings = 0
     _level = 4  # of the stack, where the user makes the call
     _turn = 0  # which weight or gradient is looked at
 
@@ -82,7 +77,8 @@ class FiniteCheck:
         self._fine = 0  # the last call that was finite
         self._bad: tuple[int, str] | None = None  # the first one since that was not, and what
         known = any(parameters.state_of(param).was_told for param in params)
-        self._told = -1 if known else _told.count  # the warnings when something was finite last
+        # The warnings when something was finite last.
+        self._told = -1 if known else FiniteCheck.warnings
 
     def comes(self) -> bool:
         """Count a call. Returns whether something is to be done in it."""
@@ -131,7 +127,7 @@ class FiniteCheck:
         self._later = None
         if not any(map(_is_bad, numbers)):
             self._fine, self._bad = call, None
-            self._told = self._told if is_part else _told.count
+            self._told = self._told if is_part else FiniteCheck.warnings
             return
         if self._bad is None:
             self._bad = call, bad(numbers)
@@ -139,9 +135,9 @@ class FiniteCheck:
         self._over = True
         for param in params:
             parameters.note(param, was_told=True)
-        if self._told != _told.count:
+        if self._told != FiniteCheck.warnings:
             return
-        _told.count += 1
+        FiniteCheck.warnings += 1
         first, what = self._bad
         before = f" ({self._fine} was still finite)" if self._fine else ""
         text = f"mpcompile: since {self._what} {first}{before}, {what}. {_DIAGNOSE}"
@@ -169,7 +165,7 @@ def watching(compiled: Function, examples: Sequence[Any], names: Names) -> Funct
         examples: the inputs that it was compiled with.
         names: the names of the model's parameters.
     """
-    trained = [i for i, x in enumerate(examples) if isinstance(x, torch.Tensor) and x.requires_grad]
+    trained = [i for i, x in enumerate(examples) if parameters.is_trained(x)]
     if not torch.is_grad_enabled() or not trained:
         return compiled
     leaves = [i for i in trained if examples[i].is_leaf]
@@ -182,7 +178,7 @@ def watching(compiled: Function, examples: Sequence[Any], names: Names) -> Funct
     def run(*args: Any) -> Any:
         results = compiled(*args)
         if watch.comes():
-            losses = [x for x in results if isinstance(x, torch.Tensor) and x.requires_grad]
+            losses = list(filter(parameters.is_trained, results))
             watch.see(losses, [args[i] for i in leaves])
         return results
 
@@ -240,7 +236,7 @@ def _is_scalar(value: Any) -> bool:
 
 
 def _before_step(optimizer: Optimizer) -> None:
-    state = optimizer_state.state_of(optimizer)
+    state = parameters.of_optimizer(optimizer)
     if (watch := state.watch) is None:
         watch = state.watch = _OptimizerWatch(optimizer)
     if watch.comes():
@@ -253,12 +249,12 @@ class _OptimizerWatch(FiniteCheck):
     _level = 7
 
     def __init__(self, optimizer: Optimizer) -> None:
-        held = optimizer_state.parameters_of(optimizer)
+        held = parameters.parameters_of(optimizer)
         super().__init__(f"{type(optimizer).__name__}'s step", held)
 
     def see(self, optimizer: Optimizer) -> None:
         """Look at a step in which `comes` says so."""
-        began, held = perf_counter(), optimizer_state.parameters_of(optimizer)
+        began, held = perf_counter(), parameters.parameters_of(optimizer)
         # Else it isn't ours, or a loss scale judges its gradients.
         if any(parameters.state_of(p).names for p in held) and not any(
             map(parameters.scales_of, held)
@@ -281,7 +277,7 @@ class _OptimizerWatch(FiniteCheck):
             self._turn += 1
             gradients = [gradients[self._turn % len(gradients)]]
         values = [_sum(gradients)]
-        if self._bad is None and optimizer_state.state_of(optimizer).skips_by_itself:
+        if self._bad is None and parameters.of_optimizer(optimizer).skips_by_itself:
             skipped = getattr(optimizer, "skipped", None)  # of an MPOptimizer, for the step before
             if skipped is not None and skipped.device == values[0].device:
                 values.append(skipped)
@@ -309,7 +305,7 @@ def _named(held: Sequence[torch.Tensor], optimizer: Optimizer) -> str:
     """Which gradients are not finite now, and what comes of it; waits for the device."""
     known = [p for p in held if p.grad is not None]
     wrong = [p for p in known if p.grad is not None and not bool(_sum([p.grad]).isfinite())]
-    skips = optimizer_state.state_of(optimizer).skips_by_itself
+    skips = parameters.of_optimizer(optimizer).skips_by_itself
     then = "each step is skipped" if skips else "the weights become NaN"
     if len(wrong) in (0, len(known)) and len(known) > 1:
         return f"the gradients of all parameters are not finite: {then}"

@@ -179,16 +179,12 @@ class _Forward:
         return self._compiled(*args, **kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _nothing, ()  # for a module with a __deepcopy__ of its own
+        return type(None), ()  # None in a copy; for a module with a __deepcopy__ of its own
 
     def _is_redirected(self) -> bool:
         """Whether a step stands in the place of forward. Lightning puts a bound method back."""
         forward = vars(self._module).get("forward", self._own)
         return forward is not self._own and getattr(forward, "__self__", None) is not self._module
-
-
-def _nothing() -> None:
-    """What a compiled call is in a copy."""
 
 
 class _Logs:

@@ -19,7 +19,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..errors import MPCompileWarning
-from ..scaling import hooks, optimizer_state
+from ..scaling import hooks, parameters
 from ..torch_inside.modules import compiled_call
 
 # compiled modules not called yet -> optimizers known to hold none of their parameters
@@ -62,7 +62,7 @@ def _look(optimizer: Optimizer) -> None:
         if optimizer in others:
             continue
         if held is None:
-            held = set(map(id, optimizer_state.parameters_of(optimizer)))
+            held = set(map(id, parameters.parameters_of(optimizer)))
         own = [p for p in module.parameters() if id(p) in held]
         if not own:
             others.add(optimizer)

@@ -1,7 +1,7 @@
 """What is known of parameters, optimizers and loss scales between the calls of compiled graphs.
 
-    parameters.py        one `ParamState` for each parameter, and the count of changes
-    optimizer_state.py   one `OptimizerState` for each optimizer of the process
+    parameters.py        one `ParamState` for each parameter, and the count of changes; one
+                         `OptimizerState` for each optimizer of the process
     copies.py            the working copies, in the low dtype, that O2's graphs read
     low_gradients.py     how the gradients of such copies are stored, and hidden from Dynamo
     foreign.py           notices someone else's loss scale or autocast

@@ -27,19 +27,19 @@ from torch.optim import Optimizer
 
 from ..errors import MPCompileError
 from ..ranks import ddp, fsdp
-from ..ranks.agree import Ranks
-from ..ranks.shards import ranks_of
+from ..ranks.shards import Ranks, ranks_of
 from ..torch_inside.distributed import is_reducing, parameters_of
 from ..torch_inside.names import running_backward
-from . import copies, optimizer_state, parameters
+from . import copies, parameters
 from .loss_scale import LossScale
 from .overflows import any_nonfinite
 
 _NOBODY = Ranks()
 _numbers = itertools.count()
 _ddp: weakref.WeakKeyDictionary[DistributedDataParallel, Reduction] = weakref.WeakKeyDictionary()
-# FSDP's group of parameters (`FSDPParamGroup`) -> what is known of it
-_fsdp: weakref.WeakKeyDictionary[Any, Sharding] = weakref.WeakKeyDictionary()
+# FSDP's groups of parameters (`FSDPParamGroup`) that graphs read -> whether ranks have agreed on
+# the starts of their scales, as far as they knew them
+_fsdp: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
 
 
 def before_step(optimizer: Optimizer) -> None:
@@ -47,16 +47,16 @@ def before_step(optimizer: Optimizer) -> None:
     averages, or over shards. All ranks must take it.
     """
     reductions = [r for r in _ddp.values() if not r.settled]
-    open_ = [sharding for sharding in _fsdp.values() if sharding.is_open()]
+    open_ = [group for group, settled in _fsdp.items() if not (settled and _is_agreed(group))]
     if not reductions and not open_:
         return
-    held = optimizer_state.parameters_of(optimizer)
+    held = parameters.parameters_of(optimizer)
     order = {id(p): i for i, p in enumerate(held)}
     for reduction in reductions:
         if not order.keys().isdisjoint(reduction.ids):
             reduction.settle()
-    first = {s: min(order.get(id(p), len(held)) for p in s.shards()) for s in open_}
-    if shared := [s for s in sorted(open_, key=first.__getitem__) if first[s] < len(held)]:
+    first = {g: min(order.get(id(p), len(held)) for p in _shards_of(g)) for g in open_}
+    if shared := [g for g in sorted(open_, key=first.__getitem__) if first[g] < len(held)]:
         _settle(shared)
 
 
@@ -126,9 +126,9 @@ def beside(optimizer: Optimizer, scale: LossScale) -> tuple[Ranks, list[torch.Te
         return _NOBODY, []
     groups = optimizer.param_groups
     when = parameters.changes(), len(_ddp), [len(group["params"]) for group in groups]
-    known = optimizer_state.state_of(optimizer).beside
+    known = parameters.of_optimizer(optimizer).beside
     if scale not in known or known[scale][0] != when:
-        held = optimizer_state.parameters_of(optimizer)
+        held = parameters.parameters_of(optimizer)
         averaging = [r for r in _ddp.values() if not r.ids.isdisjoint(map(id, held))]
         averaged = {key for r in averaging for key in r.ids}
         own = [p for p in held if id(p) not in averaged and scale in parameters.scales_of(p)]
@@ -218,42 +218,28 @@ def enter_fsdp(inputs: Iterable[Any]) -> bool:
     """
     shards = fsdp.shards_of(x for x in inputs if isinstance(x, torch.nn.Parameter))
     for shard in shards:
-        if shard.group not in _fsdp:
-            _fsdp[shard.group] = Sharding(shard.group)
+        _fsdp.setdefault(shard.group, False)
     return bool(shards)
 
 
-class Sharding:
-    """What is known of one FSDP group whose parameters a graph reads.
-
-    Attributes:
-        settled: whether ranks have agreed on the starts of its scales, as far as they knew them.
-    """
-
-    def __init__(self, group: Any) -> None:
-        self.settled = False
-        self._group = weakref.ref(group)
-
-    def shards(self) -> list[torch.Tensor]:
-        """What an optimizer holds of its parameters."""
-        group = self._group()
-        return [] if group is None else [holder.sharded_param for holder in group.fsdp_params]
-
-    def is_open(self) -> bool:
-        """Whether there is something that ranks have to agree on."""
-        return not self.settled or not all(
-            scale.agreed for shard in self.shards() if (scale := only_scale_of(shard)) is not None
-        )
+def _shards_of(group: Any) -> list[torch.Tensor]:
+    """What an optimizer holds of the parameters of a group."""
+    return [holder.sharded_param for holder in group.fsdp_params]
 
 
-def _settle(shardings: Sequence[Sharding]) -> None:
+def _is_agreed(group: Any) -> bool:
+    """Whether there is nothing that ranks have to agree on again."""
+    return all(scale is None or scale.agreed for scale in map(only_scale_of, _shards_of(group)))
+
+
+def _settle(groups: Sequence[Any]) -> None:
     """Agree with the other ranks. It stays open while a search goes on that no rank finished.
 
     Raises:
         MPCompileError: see `agreement.agree`.
     """
-    held = [shard for sharding in shardings for shard in sharding.shards()]
+    held = [shard for group in groups for shard in _shards_of(group)]
     found = iter(agree(held, ranks_of(held)))
-    for sharding in shardings:
-        known = [next(found) for _ in sharding.shards()]
-        sharding.settled = all(known)
+    for group in groups:
+        known = [next(found) for _ in _shards_of(group)]
+        _fsdp[group] = all(known)

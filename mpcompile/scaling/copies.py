@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -32,7 +32,7 @@ from torch.autograd.function import once_differentiable
 from ..devices.registry import capabilities
 from ..ir.step_config import CopyLayout
 from ..torch_inside.names import keeps_graph, suggest_memory_format
-from ..torch_inside.tensors import holders, hooks_on, marks_match, marks_of, version
+from ..torch_inside.tensors import holders, hooks_on, version
 from . import parameters
 from .loss_scale import LossScale
 from .low_gradients import expect, hide_low_gradients, stores, unscaled
@@ -238,13 +238,12 @@ class Reader:
         self, dtype: torch.dtype, scale: LossScale | None, shapes: Sequence[tuple[int, ...]]
     ) -> None:
         self.dtype, self.scale, self._shapes = dtype, scale, shapes
-        # By the first one's id: a graph may run with the parameters of equal modules in turn.
-        self._all: dict[int, _MasterCache] = {}
+        self._all = parameters.Derived()
 
     def read(self, masters: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """The copies, brought up to date; tracked by autograd where grad mode is on."""
         known = self._known(masters)
-        copies = known.copies()
+        copies = [copy for ref in known.copies if (copy := ref()) is not None]
         for copy, master in zip(copies, masters, strict=True):
             copy.refresh(master)
         if not torch.is_grad_enabled():
@@ -257,7 +256,7 @@ class Reader:
         return self._in_shape(_ReadCopies.apply(self, copies, *masters))  # type: ignore[no-untyped-call]
 
     def stored_low(
-        self, masters: Sequence[torch.Tensor], known: _MasterCache | None = None
+        self, masters: Sequence[torch.Tensor], known: _OfMasters | None = None
     ) -> list[bool]:
         """Whether the gradient of each may have the low dtype: it has no loss scale, and only its
         optimizer reads it, and no hook. (DDP, in C++, reads it, too: see `agreement.py`.)
@@ -273,13 +272,15 @@ class Reader:
         pairs = zip(stored, self._shapes, strict=True)
         return [x if x.shape == shape else _padded(x, shape) for x, shape in pairs]
 
-    def _known(self, masters: Sequence[torch.Tensor]) -> _MasterCache:
-        known = self._all.get(id(masters[0]))
-        if known is None or not known.is_of(masters):
+    def _known(self, masters: Sequence[torch.Tensor]) -> _OfMasters:
+        known: _OfMasters | None = self._all.of(masters)
+        if known is None or known.changes != parameters.changes():
             pairs = zip(masters, self._shapes, strict=True)
-            known = _MasterCache(masters, [copy_of(p, self.dtype, shape) for p, shape in pairs])
-            self._all = {key: one for key, one in self._all.items() if one.is_current()}
-            self._all[id(masters[0])] = known
+            copies = [weakref.ref(copy_of(p, self.dtype, shape)) for p, shape in pairs]
+            states = map(parameters.state_of, masters)
+            own = [not s.in_full and s.optimizer is not None and len(s.copies) == 1 for s in states]
+            known = _OfMasters(parameters.changes(), copies, own)
+            self._all.note(masters, known)
         return known
 
 
@@ -289,38 +290,20 @@ def _padded(x: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
     return F.pad(x, [n for change in reversed(by) for n in (0, change)])
 
 
-class _MasterCache:
+class _OfMasters(NamedTuple):
     """What `parameters` knows of some masters, as long as nothing changes there: each forward and
     each backward asks of all of them.
 
     Attributes:
+        changes: the count of changes up to then.
+        copies: theirs. While nothing changes, the masters keep them alive.
         read_by_optimizer: for each, whether its MPOptimizer alone reads the gradients of its copy,
             apart from hooks.
     """
 
-    def __init__(self, masters: Sequence[torch.Tensor], copies: Sequence[WorkingCopy]) -> None:
-        self._changes = parameters.changes()
-        self._masters = marks_of(masters)
-        self._copies = [weakref.ref(copy) for copy in copies]
-        states = [parameters.state_of(p) for p in masters]
-        self.read_by_optimizer = [
-            not s.in_full and s.optimizer is not None and len(s.copies) == 1 for s in states
-        ]
-
-    def is_current(self) -> bool:
-        return self._changes == parameters.changes()
-
-    def is_of(self, masters: Sequence[torch.Tensor]) -> bool:
-        return (
-            self.is_current()
-            and len(masters) == len(self._masters)
-            and marks_match(self._masters, masters)
-        )
-
-    def copies(self) -> list[WorkingCopy]:
-        """The copies. While nothing changes, the masters keep them alive."""
-        found = [ref() for ref in self._copies]
-        return [copy for copy in found if copy is not None]
+    changes: int
+    copies: Sequence[weakref.ref[WorkingCopy]]
+    read_by_optimizer: Sequence[bool]
 
 
 class _ReadCopies(torch.autograd.Function):

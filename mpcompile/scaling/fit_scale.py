@@ -40,6 +40,7 @@ from ..torch_inside.tensors import base_of, version, whole
 from .loss_scale import LossScale
 from .messages import Seen
 from .overflows import any_nonfinite
+from .parameters import is_trained
 from .second_backward import notice
 
 # How far the two scales lie apart. A gradient of FP16's smallest numbers may double at a lower
@@ -124,7 +125,7 @@ class _Trial:
         values, _, found = self.inputs.scaling_apart(args)
         with torch.enable_grad():
             # Others are passed as they are: the program may give them new memory (`x.data = y`).
-            self.own = [x.detach().requires_grad_() if _is_tracked(x) else x for x in values]
+            self.own = [x.detach().requires_grad_() if is_trained(x) else x for x in values]
             scale = torch.full_like(self.used, self.at)
             self.found = torch.zeros_like(found, requires_grad=True)
             self.results = self.graph.compiled(*self.own, scale, self.found)
@@ -142,7 +143,7 @@ class _Trial:
 
     def again(self, saved: Saved, at: float) -> None:
         given = [
-            duplicate(self.before[i]).requires_grad_(_is_tracked(x)) if i in self.before else x
+            duplicate(self.before[i]).requires_grad_(is_trained(x)) if i in self.before else x
             for i, x in enumerate(saved())
         ]
         self.at = at
@@ -157,7 +158,7 @@ class _Trial:
             for result, grad in zip(self.bases, grads, strict=True)
             if grad is not None and result.requires_grad
         ]
-        leaves = [x for x in self.own if _is_tracked(x)]
+        leaves = [x for x in self.own if is_trained(x)]
         with _overflows_are_expected():
             found = torch.autograd.grad(
                 [result for result, _ in pairs],
@@ -168,7 +169,7 @@ class _Trial:
             )
         self.results, self.bases = None, []  # autograd has freed their graph
         by_leaf = iter(found)
-        return [next(by_leaf) if _is_tracked(x) else None for x in self.own] + [found[-1]]
+        return [next(by_leaf) if is_trained(x) else None for x in self.own] + [found[-1]]
 
     def fits(self, gradients: Sequence[torch.Tensor | None]) -> bool:
         """Whether none of them overflowed; waits for the device."""
@@ -247,8 +248,8 @@ class _Fitted(torch.autograd.Function):
         ctx.trial = trial
         # Buffers may change before the backward; the trial keeps their old values. All else stays
         # for another backward over this forward, as autograd would not let it.
-        ctx.args = [x if _is_tracked(x) or not isinstance(x, torch.Tensor) else None for x in args]
-        ctx.versions = [version(x) if _is_tracked(x) else None for x in args]
+        ctx.args = [x if is_trained(x) or not isinstance(x, torch.Tensor) else None for x in args]
+        ctx.versions = [version(x) if is_trained(x) else None for x in args]
         ctx.set_materialize_grads(False)
         own = [base.detach() for base in bases]
         constant = [new for new, base in zip(own, bases, strict=True) if not base.requires_grad]
@@ -260,7 +261,7 @@ class _Fitted(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
         def saved() -> Sequence[Any]:
-            if [version(x) if _is_tracked(x) else None for x in ctx.args] != ctx.versions:
+            if [version(x) if is_trained(x) else None for x in ctx.args] != ctx.versions:
                 raise RuntimeError(
                     "one of the variables needed for gradient computation has been modified by an "
                     "inplace operation (an input of a compiled graph, since its forward)"
@@ -289,10 +290,6 @@ def _has_numbers(gradient: torch.Tensor | None) -> bool:
     if gradient is None:
         return False
     return bool((gradient.coalesce().values() if gradient.is_sparse else whole(gradient)).any())
-
-
-def _is_tracked(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.requires_grad
 
 
 def check_two_scales(

@@ -29,7 +29,7 @@ from .. import logs
 from ..devices import registry
 from ..errors import MPCompileError, MPCompileWarning
 from ..torch_inside.tensors import is_enabled
-from . import optimizer_state, parameters
+from . import parameters
 
 _SCALERS_STEP = torch.amp.GradScaler.step.__code__
 
@@ -38,10 +38,10 @@ def look_for_scaler(optimizer: Optimizer) -> None:
     """Warn if a GradScaler is stepping this optimizer, whose gradients a loss scale of ours scales.
     Looks at the first step at which they are scaled.
     """
-    state = optimizer_state.state_of(optimizer)
+    state = parameters.of_optimizer(optimizer)
     if state.looked_for_scaler:
         return
-    held = optimizer_state.parameters_of(optimizer)
+    held = parameters.parameters_of(optimizer)
     if not any(scale.active for p in held for scale in parameters.scales_of(p)):
         return
     state.looked_for_scaler = True

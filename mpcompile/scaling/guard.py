@@ -28,9 +28,8 @@ from torch.optim import Optimizer
 
 from ..devices.registry import capabilities
 from ..ranks import fsdp
-from ..ranks.agree import Ranks, is_distributed
-from ..ranks.shards import ranks_of
-from . import agreement, optimizer_state, parameters
+from ..ranks.shards import Ranks, is_distributed, ranks_of
+from . import agreement, parameters
 from .loss_scale import LossScale
 from .overflows import Count, any_nonfinite
 
@@ -81,7 +80,7 @@ def skip_if_overflowed(optimizer: Optimizer) -> None:
     """Hide the gradients from the coming step, if any of them must not be used; waits for the
     device. Call `show_hidden` after the step.
     """
-    held = optimizer_state.parameters_of(optimizer) if is_needed() else ()
+    held = parameters.parameters_of(optimizer) if is_needed() else ()
     gradients = [(p, p.grad) for p in held if p.grad is not None]
     if not gradients:
         return
@@ -102,7 +101,7 @@ def skip_if_overflowed(optimizer: Optimizer) -> None:
     # left), or before graphs of which the optimizer holds nothing.
     before = [scale for scale in own if scale.open]
     after = _upstream_of(optimizer, others, own)
-    asked = bool(before or after or optimizer_state.state_of(optimizer).poisoned) and bool(others)
+    asked = bool(before or after or parameters.of_optimizer(optimizer).poisoned) and bool(others)
     if not own and not asked:
         return
     found = [overflowed(own[scale], overflows) for scale, overflows in looked.items()]
@@ -119,13 +118,13 @@ def skip_if_overflowed(optimizer: Optimizer) -> None:
     skip = upstream or any(answers.values())
     skip |= asked and _upstream_overflowed(optimizer, after, bad)
     if skip:
-        optimizer_state.state_of(optimizer).hidden += gradients
+        parameters.of_optimizer(optimizer).hidden += gradients
         for parameter, _ in gradients:
             parameter.grad = None
 
 
 def show_hidden(optimizer: Optimizer) -> None:
-    hidden = optimizer_state.state_of(optimizer).hidden
+    hidden = parameters.of_optimizer(optimizer).hidden
     for parameter, gradient in hidden:
         if parameter.grad is None:
             parameter.grad = gradient
@@ -171,7 +170,7 @@ def _upstream_overflowed(optimizer: Optimizer, ran: Sequence[LossScale], overflo
         ran: see `_upstream_of`.
         overflow: whether one of these gradients is not finite.
     """
-    state = optimizer_state.state_of(optimizer)
+    state = parameters.of_optimizer(optimizer)
     if not ran and not state.poisoned:
         return False
     looked = [(scale, look(optimizer, scale, upstream=True)) for scale in ran]

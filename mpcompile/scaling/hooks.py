@@ -23,7 +23,7 @@ from torch.optim.optimizer import (
 from ..errors import MPCompileWarning
 from ..ranks.zero import is_zero, partition_of
 from ..torch_inside.optimizers import global_hooks, has_hooks
-from . import agreement, foreign, guard, optimizer_state, parameters
+from . import agreement, foreign, guard, parameters
 
 _CLOSURE = "closure"
 # What torch puts around each step; it calls the hooks, and then its `func`.
@@ -60,9 +60,9 @@ def _before_step(
     if guard.is_needed():
         foreign.look_for_scaler(optimizer)
     agreement.before_step(optimizer)
-    by_itself = optimizer_state.state_of(optimizer).skips_by_itself
+    by_itself = parameters.of_optimizer(optimizer).skips_by_itself
     if is_zero(optimizer):  # this look is also that of the optimizer that it steps
-        optimizer_state.state_of(partition_of(optimizer)).skips_by_itself = True
+        parameters.of_optimizer(partition_of(optimizer)).skips_by_itself = True
     place = _place_of_closure(optimizer, args, kwargs)
     _look_for_gradient(optimizer, has_closure=place is not None)
     if place is None:
@@ -71,11 +71,9 @@ def _before_step(
         return None
     # The gradients are made inside the step: check them right after the closure has run. (It may
     # even compile the model, so nothing is known about the parameters before.)
-    if isinstance(place, str):
-        checked = _checked_closure(optimizer, kwargs[place], by_itself=by_itself)
-        return args, {**kwargs, place: checked}
-    checked = _checked_closure(optimizer, args[place], by_itself=by_itself)
-    return (*args[:place], checked, *args[place + 1 :]), kwargs
+    given: Any = dict(kwargs) if isinstance(place, str) else list(args)
+    given[place] = _checked_closure(optimizer, given[place], by_itself=by_itself)
+    return (args, given) if isinstance(place, str) else (tuple(given), kwargs)
 
 
 def _place_of_closure(
@@ -153,11 +151,11 @@ def _look_for_gradient(optimizer: Optimizer, *, has_closure: bool) -> None:
     """Warn of an optimizer whose first step finds no gradient, and so changes nothing: mostly it
     steps before the backward, or after `zero_grad()`. A closure makes the gradients by itself.
     """
-    state = optimizer_state.state_of(optimizer)
+    state = parameters.of_optimizer(optimizer)
     was_looked_for, state.looked_for_gradient = state.looked_for_gradient, True
     if was_looked_for or has_closure:
         return
-    held = optimizer_state.parameters_of(optimizer)
+    held = parameters.parameters_of(optimizer)
     ours = state.skips_by_itself or any(parameters.scales_of(p) for p in held)
     if ours and held and all(p.grad is None for p in held):
         say_no_gradient(optimizer, stacklevel=6)
@@ -165,7 +163,7 @@ def _look_for_gradient(optimizer: Optimizer, *, has_closure: bool) -> None:
 
 def say_no_gradient(optimizer: Optimizer, stacklevel: int) -> None:
     """Say that a step of this optimizer has no gradient."""
-    optimizer_state.state_of(optimizer).looked_for_gradient = True
+    parameters.of_optimizer(optimizer).looked_for_gradient = True
     warnings.warn(
         f"mpcompile: this step of {type(optimizer).__name__} changes nothing, since none of its "
         "parameters has a gradient: call loss.backward() before step(), and zero_grad() after it. "

@@ -26,7 +26,7 @@ import torch
 from torch import nn
 
 from ..devices.registry import capabilities, is_supported
-from ..ranks.agree import is_distributed
+from ..ranks.shards import is_distributed
 from ..torch_inside.private_names import Part, why_off
 from ..torch_inside.tensors import MARK, holders, storage_of
 from . import copies

@@ -20,8 +20,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from ..errors import MPCompileError
-from ..ranks.agree import Ranks
-from ..ranks.shards import local, ranks_of
+from ..ranks.shards import Ranks, local, ranks_of
 from ..torch_inside.names import norm_of_each
 from ..torch_inside.tensors import Mark, mark_of
 from .async_read import AsyncRead, HostBuffers

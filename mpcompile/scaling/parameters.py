@@ -1,16 +1,19 @@
-"""What is known of each parameter: one `ParamState` each, on its mark, and one count of changes."""
+"""What is known of each parameter: one `ParamState` each, on its mark, and one count of changes.
+And of each optimizer of the process that took a step or checks overflows itself.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.optim import Optimizer
 
-from ..torch_inside.tensors import mark_of, mark_on
+from ..torch_inside.tensors import Mark, mark_of, mark_on, marks_match, marks_of
 from .loss_scale import LossScale
 
 
@@ -89,6 +92,30 @@ def note(parameter: torch.Tensor, **facts: Any) -> None:
         changed()
 
 
+class Derived:
+    """What was derived of parameters, for several lists of them in turn: Dynamo may run a graph
+    with those of equal modules. Each list is known by its first one's id; none is kept alive.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[list[weakref.ref[Mark]], Any]] = {}
+
+    def of(self, parameters: Sequence[torch.Tensor]) -> Any:
+        """What was derived of these very tensors, or None."""
+        marks, derived = self._known.get(id(parameters[0]), ((), None))
+        return derived if marks and marks_match(marks, parameters) else None
+
+    def note(self, parameters: Sequence[torch.Tensor], derived: Any) -> None:
+        for key in [key for key, (marks, _) in self._known.items() if marks[0]() is None]:
+            del self._known[key]
+        self._known[id(parameters[0])] = marks_of(parameters), derived
+
+
+def is_trained(value: Any) -> bool:
+    """Whether an input is a tensor that gets a gradient."""
+    return isinstance(value, torch.Tensor) and value.requires_grad
+
+
 def own(parameters: Iterable[torch.Tensor], owner: Any, scale: LossScale | None = None) -> None:
     """Make `owner` (an MPOptimizer) the optimizer whose step writes the copies of these parameters.
     With `scale`, models of these parameters without a loss scale from the user use this one.
@@ -133,3 +160,52 @@ def plans_of(parameters: Iterable[torch.Tensor]) -> list[tuple[Mapping[str, Any]
     in order.
     """
     return list({id(one[1]): one for p in parameters for one in state_of(p).plans}.values())
+
+
+# -- optimizers ------------------------------------------------------------------------------------
+
+
+class OptimizerState:
+    """What is known of one optimizer.
+
+    Attributes:
+        skips_by_itself: its steps check the gradients themselves, as an MPOptimizer's do.
+        poisoned: it holds, and has skipped for, a gradient that overflowed in a graph that reads
+            none of its parameters.
+        looked_for_scaler: a step at which its gradients were scaled was looked at (`foreign.py`).
+        looked_for_gradient: its first step was looked at (`hooks.py`).
+        looked_for_masters: a step was looked at for FP32 masters (`runtime/stalls.py`).
+        watch: what looks whether its gradients stay finite (`runtime/stays_finite.py`).
+        hidden: (parameter, gradient) pairs that its step must not see.
+        beside: loss scale -> see `agreement.beside`, and when that was derived.
+    """
+
+    def __init__(self) -> None:
+        self.skips_by_itself = self.poisoned = False
+        self.looked_for_scaler = self.looked_for_gradient = self.looked_for_masters = False
+        self.watch: Any = None
+        self.beside: weakref.WeakKeyDictionary[LossScale, tuple[Any, Any]] = (
+            weakref.WeakKeyDictionary()
+        )
+        self.hidden: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+
+# An optimizer's id -> the optimizer and its state. Each step asks several times, and a weak
+# dictionary of torch's or Python's makes an object for each question.
+_states: dict[int, tuple[weakref.ref[Optimizer], OptimizerState]] = {}
+
+
+def of_optimizer(optimizer: Optimizer) -> OptimizerState:
+    """The state of an optimizer, which callers change in place."""
+    known = _states.get(id(optimizer))
+    if known is not None and known[0]() is optimizer:
+        return known[1]
+    key, states = id(optimizer), _states
+    alive = weakref.ref(optimizer, lambda _: states.pop(key, None))
+    states[key] = alive, OptimizerState()
+    return states[key][1]
+
+
+def parameters_of(optimizer: Optimizer) -> tuple[torch.Tensor, ...]:
+    """All parameters of an optimizer, in the order of its groups."""
+    return tuple(p for group in optimizer.param_groups for p in group["params"])

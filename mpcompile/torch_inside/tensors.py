@@ -100,7 +100,8 @@ def marks_of(tensors: Iterable[torch.Tensor]) -> list[weakref.ref[Mark]]:
 
 def marks_match(marks: Sequence[weakref.ref[Mark]], tensors: Sequence[torch.Tensor]) -> bool:
     """Whether these living tensors are those, in order, that `marks_of` was asked of."""
-    return all(ref() is mark_on(x) for ref, x in zip(marks, tensors, strict=True))
+    pairs = zip(marks, tensors, strict=True)  # of those that are gone None, as a new one's mark
+    return all((mark := mark_on(x)) is not None and ref() is mark for ref, x in pairs)
 
 
 # -- memory ----------------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ from ..capture import rebound
 from ..errors import CannotRewrite
 from ..ranks.zero import is_zero
 from ..scaling import hooks
-from ..scaling.optimizer_state import parameters_of
+from ..scaling.parameters import parameters_of
 from ..torch_inside import dynamo, names
 from ..torch_inside.replace import Spot, calls_of, method, put, reads_of
 

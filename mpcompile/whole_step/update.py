@@ -21,7 +21,6 @@ from ..ir.step_config import Slot
 from ..optim.compiled import Emit, without_numbers
 from ..optim.compiled_steps import FEW
 from ..optim.decide import decided, norms_of, written_by_decision
-from ..optim.fingerprint import Fact, Fingerprint
 from ..optim.first_state import gradients_stand_by, initialise_state, with_gradients
 from ..optim.fused import fits
 from ..optim.kinds import ParametersMix
@@ -29,15 +28,16 @@ from ..optim.masters import is_low
 from ..optim.members import Member, Setting, StepKey, Stored
 from ..optim.optimizer import MPOptimizer
 from ..optim.reports import Results
+from ..optim.rests_on import Fact, Fingerprint
 from ..optim.step import CompiledStep
 from ..optim.traced_step import TracedStep
 from ..optim.updates import Updates, config_of
 from ..ranks.shards import is_sharded
-from ..scaling import hooks, optimizer_state
+from ..scaling import hooks, parameters
 from ..scaling.copies import WorkingCopy
 from ..scaling.loss_scale import LossScale
-from ..scaling.optimizer_state import parameters_of
 from ..scaling.overflows import Count
+from ..scaling.parameters import parameters_of
 from ..settings import Settings
 from ..torch_inside.names import autocast_off
 from ..torch_inside.optimizers import note_step
@@ -261,7 +261,7 @@ class Update:
         note_step(self.inner)  # schedulers ask
         note_step(self.optimizer)
         self._step.ran()
-        skips_by_itself = optimizer_state.state_of(self.optimizer).skips_by_itself
+        skips_by_itself = parameters.of_optimizer(self.optimizer).skips_by_itself
         for scale in self.scales:
             scale.stepped()
             if not skips_by_itself:

@@ -19,7 +19,7 @@ from .. import ir
 from ..compiler import backend
 from ..errors import CannotRewrite
 from ..optim.members import Setting
-from ..ranks.agree import is_distributed
+from ..ranks.shards import is_distributed
 from ..runtime import uncalled
 from ..runtime.graph_call import is_leaf
 from ..scaling import hooks

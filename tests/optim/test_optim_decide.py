@@ -10,8 +10,9 @@ from steps import DYNAMIC, STATIC
 
 from mpcompile import ir
 from mpcompile.ir.scale import STATE_DTYPES, ScaleState
-from mpcompile.ir.step_config import FACTOR, NORM, SKIPPED, Gradient, RankGroups, Slot, StepConfig
+from mpcompile.ir.step_config import FACTOR, NORM, SKIPPED, Gradient, Slot, StepConfig
 from mpcompile.optim.decide import decided, graph_of_decision, norms_of, written_by_decision
+from mpcompile.ranks.shards import Connected
 
 F32, F64, BF16 = torch.float32, torch.float64, torch.bfloat16
 OF_0, OF_1, OF_BOTH = Gradient(F32, (0,)), Gradient(F32, (1,)), Gradient(F32, (0, 1))
@@ -146,14 +147,14 @@ def text_of(one: StepConfig) -> str:
 @distributed
 def test_ranks_agree_in_one_sum() -> None:
     """A sum over the first group, then over the second."""
-    text = text_of(config(max_grad_norm=0.5, ranks=RankGroups(("0", "1"), "cpu")))
+    text = text_of(config(max_grad_norm=0.5, ranks=Connected(("0", "1"), "cpu", True)))
     assert (text.count("all_reduce("), text.count("f64[2] = stack(")) == (2, 1)
     assert "all_reduce(" not in text_of(config(max_grad_norm=0.5))
 
 
 @distributed
 def test_ranks_agree_only_on_what_is_decided() -> None:
-    ranks = RankGroups(("0",), "cpu")
+    ranks = Connected(("0",), "cpu", True)
     assert "f64[1] = stack(" in text_of(config(ranks=ranks))
     assert "f64[1] = stack(" in text_of(config(ranks=ranks, max_grad_norm=0.5, checked=False))
 
@@ -161,6 +162,6 @@ def test_ranks_agree_only_on_what_is_decided() -> None:
 @distributed
 def test_ranks_agree_on_the_device_that_the_group_exchanges() -> None:
     """FSDP's CPUOffloadPolicy keeps parameters on the host, and its group exchanges CUDA's."""
-    text = text_of(config(ranks=RankGroups(("0",), "meta")))
+    text = text_of(config(ranks=Connected(("0",), "meta", True)))
     there, back = (line for line in text.splitlines() if "device=" in line)
     assert ("type='meta'" in there, "type='cpu'" in back) == (True, True)

@@ -8,19 +8,15 @@ import pytest
 import torch
 from torch import nn
 
-from mpcompile.optim.fingerprint import (
-    DTYPE_AND_LAYOUT,
-    SHAPE,
-    STRIDE,
-    Alike,
-    Fact,
-    Fingerprint,
-    same,
-)
+from mpcompile.optim import rests_on
 from mpcompile.optim.members import Member
-from mpcompile.optim.rests_on import State
+from mpcompile.optim.rests_on import Alike, Fact, Fingerprint, State, same
 
-FACTS = {"dtype and layout": DTYPE_AND_LAYOUT, "shape": SHAPE, "stride": STRIDE}
+FACTS = {
+    "dtype and layout": rests_on.DTYPE_AND_LAYOUT,
+    "shape": rests_on.SHAPE,
+    "stride": rests_on.STRIDE,
+}
 
 
 def tensors() -> list[torch.Tensor]:
@@ -68,7 +64,7 @@ def _answers(before: list[torch.Tensor], after: list[torch.Tensor], asked: tuple
 
 def test_the_answer_does_not_depend_on_the_threads_state() -> None:
     held = tensors()
-    alike = Alike(held, DTYPE_AND_LAYOUT, SHAPE, STRIDE)
+    alike = Alike(held, rests_on.DTYPE_AND_LAYOUT, rests_on.SHAPE, rests_on.STRIDE)
     with torch.autocast("cpu"), torch.inference_mode():
         assert alike.holds(held)
     with torch.no_grad():
@@ -77,12 +73,12 @@ def test_the_answer_does_not_depend_on_the_threads_state() -> None:
 
 def test_another_number_of_tensors_is_not_alike() -> None:
     held = tensors()
-    alike = Alike(held, SHAPE)
+    alike = Alike(held, rests_on.SHAPE)
     assert not alike.holds(held[:-1])
     assert not alike.holds([*held, held[0]])
     assert not alike.holds([])
-    assert Alike([], SHAPE).holds([])
-    assert not Alike([], SHAPE).holds(held)
+    assert Alike([], rests_on.SHAPE).holds([])
+    assert not Alike([], rests_on.SHAPE).holds(held)
 
 
 # -- a state ---------------------------------------------------------------------------------------

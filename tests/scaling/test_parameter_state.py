@@ -11,7 +11,7 @@ from repository import ROOT
 from torch import nn
 
 from mpcompile import LossScale, MPOptimizer, mpcompile
-from mpcompile.scaling import copies, guard, optimizer_state, parameters
+from mpcompile.scaling import copies, guard, parameters
 
 
 def weight() -> nn.Parameter:
@@ -28,9 +28,13 @@ def owner(*params: nn.Parameter) -> MPOptimizer:
 def test_nothing_is_known_of_a_tensor_until_something_is_noted() -> None:
     x = torch.ones(2)
     assert parameters.state_of(x) == parameters.ParamState()
-    assert parameters.owner_of(x) is None
-    assert parameters.scales_of(x) == ()
+    assert (parameters.owner_of(x), parameters.scales_of(x)) == (None, ())
     assert not vars(x)
+    known, params = parameters.Derived(), [weight() for _ in range(50)]
+    for p in params:
+        known.note([p], "derived")
+    del params, p  # new ones lie in their places
+    assert {known.of([p]) for p in [weight() for _ in range(50)]} == {None}
 
 
 def test_one_count_grows_with_each_fact_and_only_then() -> None:
@@ -72,7 +76,7 @@ def test_what_is_known_goes_with_the_parameter_and_its_optimizer() -> None:
     optimizer = owner(p)
     guard.watch([p], scale)
     copies.copy_of(p, torch.float16)
-    its_state, of_optimizer = parameters.state_of(p), optimizer_state.state_of(optimizer)
+    its_state, of_optimizer = parameters.state_of(p), parameters.of_optimizer(optimizer)
     gone = [weakref.ref(x) for x in (optimizer, of_optimizer, its_state, p)]
     del optimizer, of_optimizer, its_state
     gc.collect()
@@ -138,7 +142,7 @@ def test_gradients_that_a_step_must_not_see_are_back_after_it() -> None:
     plain.step()
     assert all(p.grad is g for p, g in zip(model.parameters(), grads, strict=True))
     assert all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
-    assert not optimizer_state.state_of(plain).hidden
+    assert not parameters.of_optimizer(plain).hidden
 
 
 ENDS = """
