@@ -24,15 +24,6 @@ from .edit import (
     restore,
     set_operand,
 )
-from .layout import (
-    FORCE_STRIDES,
-    dense_in_order,
-    has_own_memory,
-    is_dense,
-    laid_channels_last,
-    lies_as_captured,
-    same_places,
-)
 from .marks import (
     ADDED,
     By,
@@ -62,9 +53,22 @@ from .marks import (
     stands_for,
     unadded,
 )
-from .memory import memory, shares_memory, storage, storage_now, written
+from .memory import (
+    FORCE_STRIDES,
+    dense_in_order,
+    has_own_memory,
+    is_dense,
+    laid_channels_last,
+    lies_as_captured,
+    memory,
+    same_places,
+    shares_memory,
+    storage,
+    storage_now,
+    written,
+)
 from .shapes import hint, known_equal, known_multiple, same_shape
-from .step_graph import (
+from .step_config import (
     add_slot,
     become_tensor,
     call,
@@ -87,6 +91,8 @@ from .values import (
     fake_mode,
     float_args,
     grad_enabled,
+    hidden_calls,
+    hidden_products,
     is_constant,
     is_float_call,
     is_getitem,

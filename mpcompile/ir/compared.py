@@ -27,9 +27,8 @@ from torch.fx.node import map_arg
 from .. import rules
 from ..torch_inside.graphs import schema
 from .edit import argument
-from .layout import has_own_memory
 from .marks import Role, role
-from .memory import storage, written
+from .memory import has_own_memory, storage, written
 from .values import captured, is_getitem, kind, positions, requires_grad, rule, tensor
 
 _LOW = 2  # bytes of an element

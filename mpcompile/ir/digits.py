@@ -15,8 +15,7 @@ from torch import fx
 
 from .. import rules
 from ..rules.policy import Precision
-from .hidden_products import hidden_calls
-from .values import captured, float_args, is_getitem, rule
+from .values import captured, float_args, hidden_calls, is_getitem, rule
 
 
 def read_by_digit(graph: fx.Graph) -> set[fx.Node]:

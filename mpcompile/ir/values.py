@@ -243,3 +243,37 @@ def rule(node: fx.Node) -> rules.Rule:
 def kind(node: fx.Node) -> rules.Kind:
     """What the node does with a value; picking one of several results counts as a view."""
     return rules.Kind.VIEW if is_getitem(node) else rule(node).kind
+
+
+# -- what no pass sees: the calls in the bodies of opaque nodes ------------------------------------
+
+
+def hidden_calls(node: fx.Node) -> Iterator[str]:
+    """The names of what an opaque node calls: its own, and those in its bodies, each as often as it
+    is written, not as it runs.
+    """
+    module = node.graph.owning_module
+    if is_opaque(node) and module is not None:
+        yield from _calls(module, node)
+
+
+def _calls(module: fx.GraphModule, node: fx.Node) -> Iterator[str]:
+    """The calls of one node of `module`: the node itself, and the bodies among its arguments."""
+    yield op_name(node)
+    for argument in dict.fromkeys(node.all_input_nodes):
+        body = attribute(module, argument) if argument.op == "get_attr" else None
+        if isinstance(body, fx.GraphModule):
+            for inner in body.graph.nodes:
+                if inner.op in ("call_function", "call_method"):
+                    yield from _calls(body, inner)
+
+
+def hidden_products(node: fx.Node) -> int:
+    """How many matrix products, convolutions and attentions an opaque node holds. It stays as it
+    was captured, so they run in FP32 at every level: work which could still gain. 0 under an
+    autocast of the user's, which applies inside the node as always.
+    """
+    region = autocast_region(node)
+    if region is not None and region[0]:
+        return 0
+    return sum(map(rules.multiplies, hidden_calls(node)))
