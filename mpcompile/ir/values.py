@@ -146,36 +146,6 @@ def was_f32(node: fx.Node) -> bool:
     return value is not None and value.dtype is torch.float32
 
 
-def is_parameter(node: fx.Node) -> bool:
-    """Whether the node is an input that holds an nn.Parameter."""
-    return bool(node.meta.get("mp_parameter", False))
-
-
-def is_low_input(node: fx.Node) -> bool:
-    """Whether the node is an input that is stored in the low dtype, though the program was captured
-    as if it were FP32.
-    """
-    return "mp_stored" in node.meta
-
-
-def set_stored(node: fx.Node, value: torch.Tensor) -> None:
-    """Note that this input is stored as `value` is. It is FP32 for all passes until casts are
-    placed.
-    """
-    node.meta["mp_stored"] = value
-
-
-def stored(node: fx.Node) -> torch.Tensor:
-    """The FakeTensor of a low input as it is stored."""
-    value: torch.Tensor = node.meta["mp_stored"]
-    return value
-
-
-def is_gradient(node: fx.Node) -> bool:
-    """Whether the node is an input that holds the `.grad` of some tensor."""
-    return bool(node.meta.get("mp_gradient", False))
-
-
 def requires_grad(node: fx.Node) -> bool:
     """Whether autograd tracks the captured value (recorded by make_fx beside the FakeTensor)."""
     meta = node.meta.get("tensor_meta")

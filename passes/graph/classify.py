@@ -34,8 +34,8 @@ def classify(gm: fx.GraphModule, config: Config) -> bool:
     for node in gm.graph.nodes:
         if node.op in ("call_function", "call_method"):
             ir.set_mark(node, update if node in updates else _decide(node, config))
-        elif ir.is_low_input(node):
-            reason = f"it is stored in {ir.SHORT[ir.stored(node).dtype]}"
+        elif (stored := ir.stored(node)) is not None:
+            reason = f"it is stored in {ir.SHORT[stored.dtype]}"
             ir.set_mark(node, Mark(Precision.LOW, By.CAPTURED, reason, config.low))
     return False
 
