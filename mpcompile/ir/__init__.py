@@ -3,8 +3,6 @@
 Passes read and write `node.meta` only through this room.
 """
 
-from .compared import compared
-from .digits import read_by_digit
 from .dtypes import SHORT, is_floating
 from .edit import (
     add_input,
@@ -24,6 +22,7 @@ from .edit import (
     restore,
     set_operand,
 )
+from .exact_reads import compared, read_by_digit
 from .marks import (
     ADDED,
     By,

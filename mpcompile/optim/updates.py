@@ -20,8 +20,7 @@ from .. import ir, logs
 from ..devices.registry import capabilities
 from ..ir.dtypes import HALF
 from ..ir.step_config import CopyLayout, RankGroups, Slot, StepConfig
-from ..passes.step.lift_numbers import lift_numbers
-from ..passes.step.take_gradients import take_gradients
+from ..passes.step.reads import lift_numbers, take_gradients
 from ..passes.step.writes import predicate_writes, write_copies
 from ..plans.compile_log import Dump, trace_step
 from ..ranks.shards import local

@@ -19,13 +19,12 @@ from ..ir import copied, spec
 from ..ir.inputs import GraphInputs
 from ..passes.graph.canonical_forms import functionalize, name_squares
 from ..passes.graph.classify import classify
-from ..passes.graph.gather_hooks import gather_hooks
 from ..passes.graph.guard_aliases import guard_aliases
 from ..passes.graph.guard_constants import guard_constants
 from ..passes.graph.guard_kernels import guard_kernels, leave_unpromised
 from ..passes.graph.guard_steep import guard_factorisations, guard_steep
+from ..passes.graph.higher_order import gather_hooks, outline
 from ..passes.graph.noop_casts import clean, drop_noop_casts
-from ..passes.graph.outline import outline
 from ..passes.graph.own_memory import copy_overlaps, keep_buffers_finite, keep_compared
 from ..passes.graph.place_casts import place_casts
 from ..passes.graph.place_pads import place_pads

@@ -14,8 +14,8 @@ rounded finds no equal one; the backward of `amax` then divides zero by zero.
 
 `kept` (`mpcompile/operators/library.py`) is a copy that no fusion reaches across and that isn't
 computed again: whatever reads it, forward or backward, reads the same elements. What is picked from
-them is exact in any dtype (`mpcompile/ir/compared.py`). It costs the copy, where such a comparison
-is.
+them is exact in any dtype (`mpcompile/ir/exact_reads.py`). It costs the copy, where such a
+comparison is.
 
 Contract. It runs after the passes that place casts. `mpcompile/ir/spec.py` looks at each graph
 that is emitted: no value is left that is compared so.

@@ -360,19 +360,16 @@ def _is_alone(gradient: _Leaving) -> bool:
     while made.target in _VIEWS:
         made = made.all_input_nodes[0]
         further.append(made)
-    value = ir.value(gradient.scaled)
+    value, call = ir.value(gradient.scaled), made
+    if made.target is operator.getitem:  # one of several results, each in memory of its own
+        call = made.all_input_nodes[0]
     return (
         not gradient.is_read
         and all(len(node.users) == 1 for node in further)
-        and (made.target in _ALONE or _part_of_alone(made) or _adds_to_zeros(made))
+        and (call.target in _ALONE or _adds_to_zeros(made))
         and ir.is_dense(value)
         and value.stride() == ir.value(gradient.unscaled).stride()
     )
-
-
-def _part_of_alone(node: fx.Node) -> bool:
-    """Whether it is one of several results, each in memory of its own."""
-    return node.target is operator.getitem and node.all_input_nodes[0].target in _ALONE
 
 
 def _adds_to_zeros(node: fx.Node) -> bool:
