@@ -58,6 +58,7 @@ from .marks import (
 )
 from .memory import (
     FORCE_STRIDES,
+    cut_to,
     dense_in_order,
     has_own_memory,
     is_dense,
