@@ -22,7 +22,7 @@ from .errors import MPCompileError, MPCompileWarning, did_you_mean, kind_of
 from .lower.accumulation import accumulate_in_fp32
 from .lower.emitter import check_how
 from .lower.tracing_settings import VALUE_SIZES
-from .passes.graph.fuse_head import RETURNED
+from .passes.graph.replace_operators import RETURNED
 from .plans.graph_plan import GraphPlan
 from .ranks import ddp
 from .rules.other_words import unknown_option

@@ -1,4 +1,4 @@
-"""The compiler passes: a public function, a job each. (Files of `joint` may have several.)
+"""The compiler passes: a public function, a job each. A file has those of one subject.
 
 A pass edits its graph in place and returns whether it changed it. A deciding pass (classify, the
 guards, plan, plan_pads) writes marks and changes no node; a rewriting pass reads marks. No pass

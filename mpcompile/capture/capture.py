@@ -17,8 +17,9 @@ import torch.fx.traceback as fx_traceback
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from .. import ir
 from ..errors import CannotRewrite
-from ..ir import attribute, is_op, op_name, requires_grad, rule, set_stored, storage, written
+from ..ir import attribute, is_op, op_name, requires_grad, rule, storage, written
 from ..ir.fakes import fake_twin, like
 from ..ir.targets import SET_GRAD_ENABLED
 from ..ir.values import is_foreign
@@ -124,7 +125,7 @@ def _store_low(traced: fx.GraphModule, stored: Mapping[int, torch.Tensor]) -> No
             if (written_to := memory.get(storage(target))) is not None:
                 raise CannotRewrite(f"it writes to {written_to.name}, which is stored low")
     for i, fake in stored.items():
-        set_stored(inputs[i], fake)
+        ir.stored.set(inputs[i], fake)
     if any(fake.dtype is torch.float16 for fake in stored.values()):
         # The gradients that enter are multiplied by the loss scale after the results: in FP16,
         # small ones would be zero before. So results that need a gradient are FP32.
@@ -139,8 +140,8 @@ def _store_low(traced: fx.GraphModule, stored: Mapping[int, torch.Tensor]) -> No
 def _note_inputs(traced: fx.GraphModule, inputs: Sequence[Any]) -> None:
     """Note which inputs are parameters, and which are gradients of the caller's."""
     for value, node in zip(inputs, traced.graph.find_nodes(op="placeholder"), strict=True):
-        node.meta["mp_parameter"] = isinstance(value, torch.nn.Parameter)
-        node.meta["mp_gradient"] = source(node).endswith(".grad")
+        ir.is_parameter.set(node, isinstance(value, torch.nn.Parameter))
+        ir.is_gradient.set(node, source(node).endswith(".grad"))
 
 
 def _seen(traced: fx.GraphModule, node: fx.Node) -> fx.Node:

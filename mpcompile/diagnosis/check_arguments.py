@@ -30,12 +30,6 @@ def check_trained(model: nn.Module, who: str) -> None:
         )
 
 
-def check_steps(steps: object) -> None:
-    """Raise if it is no number of steps."""
-    if not isinstance(steps, int) or steps < 1:
-        raise MPCompileError(f"steps={steps!r}: give a whole number from 1")
-
-
 def check_loss_fn(loss_fn: Callable[..., Any] | None, takes: str, example: str) -> None:
     """Raise if the function can't be called with what it will get.
 

@@ -32,13 +32,7 @@ from ..runtime.records import pinned_in, recorded, studied
 from ..scaling import parameters
 from ..settings import OPTIONS, Settings
 from ..torch_inside.names import pytree
-from .check_arguments import (
-    check_loss_fn,
-    check_optimizer,
-    check_steps,
-    check_trained,
-    not_finite_in,
-)
+from .check_arguments import check_loss_fn, check_optimizer, check_trained, not_finite_in
 from .report import NodeNumbers, Report, UpdateErrors
 from .sides import Loss, Run, RunKind, Sides, low_dtype_of, run_low
 
@@ -90,7 +84,8 @@ def diagnose_call(
 ) -> Report:
     """`diagnose`, for models whose arguments may have the names of options."""
     model = studied(model, "diagnose")
-    check_steps(steps)
+    if not isinstance(steps, int) or steps < 1:  # type: ignore[redundant-expr]
+        raise MPCompileError(f"steps={steps!r}: give a whole number from 1")
     check_call(model, args, kwargs, options_of=diagnose, more=OPTIONS)
     check_trained(model, "diagnose")
     check_loss_fn(loss_fn, "result", "lambda result: F.cross_entropy(result, y)")

@@ -3,8 +3,6 @@
 Passes read and write `node.meta` only through this room.
 """
 
-from .compared import compared
-from .digits import read_by_digit
 from .dtypes import SHORT, is_floating
 from .edit import (
     add_input,
@@ -24,15 +22,7 @@ from .edit import (
     restore,
     set_operand,
 )
-from .layout import (
-    FORCE_STRIDES,
-    dense_in_order,
-    has_own_memory,
-    is_dense,
-    laid_channels_last,
-    lies_as_captured,
-    same_places,
-)
+from .exact_reads import compared, read_by_digit
 from .marks import (
     ADDED,
     By,
@@ -44,9 +34,12 @@ from .marks import (
     copies_for_overlap,
     copy_of,
     is_cast,
+    is_gradient,
     is_inner_gradient,
+    is_low_input,
     is_marked,
     is_mutable,
+    is_parameter,
     is_stored_low,
     is_write_back,
     mark,
@@ -60,11 +53,26 @@ from .marks import (
     set_mark,
     set_regions,
     stands_for,
+    stored,
     unadded,
 )
-from .memory import memory, shares_memory, storage, storage_now, written
+from .memory import (
+    FORCE_STRIDES,
+    cut_to,
+    dense_in_order,
+    has_own_memory,
+    is_dense,
+    laid_channels_last,
+    lies_as_captured,
+    memory,
+    same_places,
+    shares_memory,
+    storage,
+    storage_now,
+    written,
+)
 from .shapes import hint, known_equal, known_multiple, same_shape
-from .step_graph import (
+from .step_config import (
     add_slot,
     become_tensor,
     call,
@@ -87,14 +95,13 @@ from .values import (
     fake_mode,
     float_args,
     grad_enabled,
+    hidden_calls,
+    hidden_products,
     is_constant,
     is_float_call,
     is_getitem,
-    is_gradient,
-    is_low_input,
     is_op,
     is_opaque,
-    is_parameter,
     is_pointwise,
     kind,
     layout,
@@ -104,10 +111,8 @@ from .values import (
     requires_grad,
     rule,
     set_dtype,
-    set_stored,
     set_value,
     shape,
-    stored,
     tensor,
     tensors_of,
     value,

@@ -170,6 +170,16 @@ copy_of = Note[int]("mp_copy")
 """The input is the working copy, in the low dtype, of the parameter that is the caller's input of
 this number."""
 
+is_parameter = Note[bool]("mp_parameter")
+"""The input holds an nn.Parameter."""
+
+is_gradient = Note[bool]("mp_gradient")
+"""The input holds the `.grad` of some tensor."""
+
+stored = Note[torch.Tensor]("mp_stored")
+"""The FakeTensor of an input as it is stored: in the low dtype, though the program was captured as
+if it were FP32. It is FP32 for all passes until casts are placed."""
+
 is_stored_low = Note[bool]("mp_stored_low")
 """The node computes in FP32, but all its readers get its result rounded to `low`."""
 
@@ -185,6 +195,11 @@ alignment = Note[Alignment]("mp_alignment")
 
 padding = Note[Padding]("mp_padding")
 """The padded shapes of the node's operands and result; None: they are as captured."""
+
+
+def is_low_input(node: fx.Node) -> bool:
+    """Whether the node is an input that is `stored` in the low dtype."""
+    return stored(node) is not None
 
 
 def remark(node: fx.Node, **changes: Any) -> None:

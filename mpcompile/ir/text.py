@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -104,19 +103,9 @@ def render(graph: fx.Graph, *, reasons: bool = False) -> str:
     return "\n".join(lines) + "\n"
 
 
-@dataclass(frozen=True)
-class Place:
-    """The place of one operator.
-
-    Attributes:
-        module, source, op: as in a plan.
-        number: which one it is, of those in the graph that share all of these.
-    """
-
-    module: str
-    source: str
-    op: str
-    number: int
+Place = tuple[str, str, str, int]
+"""The place of one operator: its module, source and operator, as in a plan; and which one it is, of
+those in the graph that share all of these."""
 
 
 def places(graph: fx.Graph) -> dict[str, Place]:
@@ -126,7 +115,7 @@ def places(graph: fx.Graph) -> dict[str, Place]:
     for node in graph.nodes:
         if node.op in ("call_function", "call_method"):
             where = module_path(node), source(node), op_name(node)
-            found[node.name] = Place(*where, seen[where])
+            found[node.name] = (*where, seen[where])
             seen[where] += 1
     return found
 

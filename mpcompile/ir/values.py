@@ -146,36 +146,6 @@ def was_f32(node: fx.Node) -> bool:
     return value is not None and value.dtype is torch.float32
 
 
-def is_parameter(node: fx.Node) -> bool:
-    """Whether the node is an input that holds an nn.Parameter."""
-    return bool(node.meta.get("mp_parameter", False))
-
-
-def is_low_input(node: fx.Node) -> bool:
-    """Whether the node is an input that is stored in the low dtype, though the program was captured
-    as if it were FP32.
-    """
-    return "mp_stored" in node.meta
-
-
-def set_stored(node: fx.Node, value: torch.Tensor) -> None:
-    """Note that this input is stored as `value` is. It is FP32 for all passes until casts are
-    placed.
-    """
-    node.meta["mp_stored"] = value
-
-
-def stored(node: fx.Node) -> torch.Tensor:
-    """The FakeTensor of a low input as it is stored."""
-    value: torch.Tensor = node.meta["mp_stored"]
-    return value
-
-
-def is_gradient(node: fx.Node) -> bool:
-    """Whether the node is an input that holds the `.grad` of some tensor."""
-    return bool(node.meta.get("mp_gradient", False))
-
-
 def requires_grad(node: fx.Node) -> bool:
     """Whether autograd tracks the captured value (recorded by make_fx beside the FakeTensor)."""
     meta = node.meta.get("tensor_meta")
@@ -243,3 +213,37 @@ def rule(node: fx.Node) -> rules.Rule:
 def kind(node: fx.Node) -> rules.Kind:
     """What the node does with a value; picking one of several results counts as a view."""
     return rules.Kind.VIEW if is_getitem(node) else rule(node).kind
+
+
+# -- what no pass sees: the calls in the bodies of opaque nodes ------------------------------------
+
+
+def hidden_calls(node: fx.Node) -> Iterator[str]:
+    """The names of what an opaque node calls: its own, and those in its bodies, each as often as it
+    is written, not as it runs.
+    """
+    module = node.graph.owning_module
+    if is_opaque(node) and module is not None:
+        yield from _calls(module, node)
+
+
+def _calls(module: fx.GraphModule, node: fx.Node) -> Iterator[str]:
+    """The calls of one node of `module`: the node itself, and the bodies among its arguments."""
+    yield op_name(node)
+    for argument in dict.fromkeys(node.all_input_nodes):
+        body = attribute(module, argument) if argument.op == "get_attr" else None
+        if isinstance(body, fx.GraphModule):
+            for inner in body.graph.nodes:
+                if inner.op in ("call_function", "call_method"):
+                    yield from _calls(body, inner)
+
+
+def hidden_products(node: fx.Node) -> int:
+    """How many matrix products, convolutions and attentions an opaque node holds. It stays as it
+    was captured, so they run in FP32 at every level: work which could still gain. 0 under an
+    autocast of the user's, which applies inside the node as always.
+    """
+    region = autocast_region(node)
+    if region is not None and region[0]:
+        return 0
+    return sum(map(rules.multiplies, hidden_calls(node)))

@@ -21,11 +21,10 @@ from torch import fx
 
 from ..devices.registry import capabilities
 from ..devices.torch_faults import ZEROS_ARE_REUSED
-from ..passes.joint.cast_together import cast_together
 from ..passes.joint.kept_for_backward import WEIGHT, store_masks_as_bytes
 from ..passes.joint.lay_images import lay_channels_last, lay_low_images
 from ..passes.joint.lowered_faults import fill_zeros
-from ..passes.joint.unscale_together import unscale_together
+from ..passes.joint.together import cast_together, unscale_together
 from ..passes.joint.widen_weight_gradients import widen_weight_gradients
 from ..rules.policy import Level
 from ..torch_inside import inductor

@@ -20,10 +20,8 @@ from .. import ir, logs
 from ..devices.registry import capabilities
 from ..ir.dtypes import HALF
 from ..ir.step_config import CopyLayout, Slot, StepConfig
-from ..passes.step.lift_numbers import lift_numbers
-from ..passes.step.predicate_writes import predicate_writes
-from ..passes.step.take_gradients import take_gradients
-from ..passes.step.write_copies import write_copies
+from ..passes.step.reads import lift_numbers, take_gradients
+from ..passes.step.writes import predicate_writes, write_copies
 from ..plans.compile_log import Dump, trace_step
 from ..ranks.shards import local
 from ..scaling.copies import WorkingCopy

@@ -9,7 +9,6 @@ import torch
 from torch import fx
 
 from .. import ir
-from ..ir import hidden_products
 from ..rules.policy import Config, Precision
 from .grid import Part, Shown, as_text
 from .partitioned import BackwardNode
@@ -92,7 +91,7 @@ def plan_of(graph: fx.Graph, config: Config, before: tuple[Line, ...] = ()) -> G
             precision=ir.mark(node).precision.value,
             rule=ir.mark(node).rule,
             reason=ir.mark(node).reason,
-            products=hidden_products.products_in(node),
+            products=ir.hidden_products(node),
             frames=ir.frames(node),
             reads=tuple(operand.name for operand in node.all_input_nodes),
             low=_low_of_its_own(ir.mark(node), config),

@@ -17,30 +17,21 @@ from torch import fx
 from .. import logs
 from ..ir import copied, spec
 from ..ir.inputs import GraphInputs
+from ..passes.graph.canonical_forms import functionalize, name_squares
 from ..passes.graph.classify import classify
-from ..passes.graph.clean import clean
-from ..passes.graph.copy_overlaps import copy_overlaps
-from ..passes.graph.drop_noop_casts import drop_noop_casts
-from ..passes.graph.expand_attention import expand_attention
-from ..passes.graph.functionalize import functionalize
-from ..passes.graph.fuse_head import fuse_head
-from ..passes.graph.gather_hooks import gather_hooks
 from ..passes.graph.guard_aliases import guard_aliases
 from ..passes.graph.guard_constants import guard_constants
-from ..passes.graph.guard_factorisations import guard_factorisations
-from ..passes.graph.guard_kernels import guard_kernels
-from ..passes.graph.guard_steep import guard_steep
-from ..passes.graph.keep_buffers_finite import keep_buffers_finite
-from ..passes.graph.keep_compared import keep_compared
-from ..passes.graph.leave_unpromised import leave_unpromised
-from ..passes.graph.name_squares import name_squares
-from ..passes.graph.narrow_softmax import narrow_softmax
-from ..passes.graph.outline import outline
+from ..passes.graph.guard_kernels import guard_kernels, leave_unpromised
+from ..passes.graph.guard_steep import guard_factorisations, guard_steep
+from ..passes.graph.higher_order import gather_hooks, outline
+from ..passes.graph.noop_casts import clean, drop_noop_casts
+from ..passes.graph.own_memory import copy_overlaps, keep_buffers_finite, keep_compared
 from ..passes.graph.place_casts import place_casts
 from ..passes.graph.place_pads import place_pads
 from ..passes.graph.plan import plan
 from ..passes.graph.plan_pads import plan_pads
 from ..passes.graph.read_copies import read_copies
+from ..passes.graph.replace_operators import expand_attention, fuse_head, narrow_softmax
 from ..passes.graph.scale_gradients import scale_gradients
 from ..rules.policy import Config
 from .compile_log import Dump, trace_graph

@@ -272,7 +272,7 @@ class ModuleCall:
 def keep_finite(before: Iterable[tuple[dict[str, Any], str, Any]]) -> None:
     """Let no overflow stay in buffers that a call has replaced (`self.mean = 0.9 * self.mean + x`):
     what isn't finite is what it was. Those that are written in place a pass keeps so
-    (`passes/graph/keep_buffers_finite.py`), and nothing waits for the device here, either.
+    (`passes/graph/own_memory.py`), and nothing waits for the device here, either.
 
     Args:
         before: the dict that holds a buffer, its name, and what it was.

@@ -99,19 +99,19 @@ class Verifier:
         case = Case(name, copied(gm), fakes, dict(kwargs), self._patches, context, donated)
         start = time.perf_counter()
         compiled = compile_inner(gm, fakes, **kwargs)
-        took = time.perf_counter() - start
+        seconds = max(_LEAST, _SHARE * (time.perf_counter() - start))
         if not hasattr(compiled, "current_callable"):  # nothing is in it to compile
             return compiled
         self.verdicts.expect(name)
-        compiled.current_callable = FirstCall(compiled, case, self, max(_LEAST, _SHARE * took))
+        compiled.current_callable = FirstCall(compiled, case, self.verdicts, seconds)
         return compiled
 
 
 class FirstCall:
     """Stands in the place of a compiled graph's code until it is verified."""
 
-    def __init__(self, compiled: Any, case: Case, verifier: Verifier, seconds: float) -> None:
-        self._owner, self._case, self._verifier = weakref.ref(compiled), case, verifier
+    def __init__(self, compiled: Any, case: Case, verdicts: Verdicts, seconds: float) -> None:
+        self._owner, self._case, self._verdicts = weakref.ref(compiled), case, verdicts
         self._run: Function = compiled.current_callable
         self._calls, self._seconds = 0, seconds
         self._open: Collection[int] | None = None
@@ -129,7 +129,7 @@ class FirstCall:
             self._lock.release()
 
     def _verified(self, inputs: list[Any]) -> Any:
-        graph, verdicts = self._case.gm.graph, self._verifier.verdicts
+        graph, verdicts = self._case.gm.graph, self._verdicts
         if (why := why_not(graph)) is not None:
             return self._unverified(inputs, why)
         targets = [inputs[number] for number in written_numbers(graph)]
@@ -159,7 +159,7 @@ class FirstCall:
         self, trial: Trial, found: Found, outputs: list[Any], targets: Sequence[Any]
     ) -> list[Any]:
         """Return and write what is right, and find a way to compile that."""
-        case, verdicts = self._case, self._verifier.verdicts
+        case, verdicts = self._case, self._verdicts
         right = trial.uncompiled()
         count = len(outputs)
         for into, value in zip(targets, right[count:], strict=True):
@@ -194,20 +194,20 @@ class FirstCall:
     def _unverified(
         self, inputs: list[Any], why: str, outputs: list[Any] | None = None
     ) -> list[Any]:
-        self._verifier.verdicts.left(self._case.name, why)
+        self._verdicts.left(self._case.name, why)
         self._finish()
         return self._run(inputs) if outputs is None else outputs
 
     def _finish(self) -> None:
         """Put the code in the place of this, and let go of everything else."""
-        if self._done or self._verifier.verdicts.asked.always:
+        if self._done or self._verdicts.asked.always:
             return
         self._done = True
         owner = self._owner()
         if owner is not None and owner.current_callable is self:
             owner.current_callable = self._run
-        self._verifier.verdicts.finish(self._case.name)
-        del self._case, self._verifier, self._open
+        self._verdicts.finish(self._case.name)
+        del self._case, self._verdicts, self._open
 
 
 def _laying_out(function: Function, like: Sequence[Any]) -> Function:

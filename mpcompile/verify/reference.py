@@ -11,13 +11,14 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
 from torch import fx
-from torch.fx.node import map_aggregate
+from torch.fx.node import map_aggregate, map_arg
 from torch.utils.flop_counter import flop_registry
 
 from ..ir.dtypes import HALF
@@ -133,7 +134,7 @@ class Reference:
             low = torch.empty_like(into).copy_(value.low)
             wide = low if value.wide is value.low else torch.empty_like(self._widened(into))
             return Pair(low, low if wide is low else wide.copy_(value.wide), max(eps, _eps(low)))
-        args, kwargs = _arguments(node, env, 0)
+        args, kwargs = _arguments(node, env, attrgetter("low"))
         if is_random(node):
             return self.pair(draw(node, args, kwargs), eps)
         low = self._low(node, args, kwargs)
@@ -143,14 +144,14 @@ class Reference:
         if (keeps or all(pair.wide is pair.low for pair in read)) and not self._widens(low):
             moved = self.jitter is not None and _is_new(node)
             return Pair(low, low, eps, same and not moved)
-        wide_args, wide_kwargs = map_aggregate(_arguments(node, env, 1), self._dtype)
+        given = _arguments(node, env, attrgetter("wide"))
         try:
-            wide = _called(node, wide_args, wide_kwargs)
+            wide = _called(node, *map_aggregate(given, self._dtype))
             if not _alike(low, wide):
                 raise TypeError("it means something else in a wider dtype")
         except (RuntimeError, TypeError, NotImplementedError, IndexError):
             # It takes no other dtype, or is about the bits: it gets what the graph would give it.
-            wide = pytree.tree_map(self._widened, _called(node, *_narrowed(node, env)))
+            wide = pytree.tree_map(self._widened, _called(node, *_arguments(node, env, _narrowed)))
         return Pair(low, wide, eps, keeps and self.jitter is None)
 
     def _low(self, node: fx.Node, args: Any, kwargs: Any) -> Any:
@@ -183,11 +184,11 @@ class Reference:
 
     def _dtype(self, value: Any) -> Any:
         """The dtype that one of the graph's has in the wide run; anything else as it is."""
-        if value in HALF if isinstance(value, torch.dtype) else False:
+        if not isinstance(value, torch.dtype):
+            return value
+        if value in HALF:
             return self.wide
-        if self.wide is torch.float64 and isinstance(value, torch.dtype):
-            return _WIDER.get(value, value)
-        return value
+        return _WIDER.get(value, value) if self.wide is torch.float64 else value
 
 
 def _narrows(read: Sequence[Pair], low: Any) -> bool:
@@ -246,23 +247,16 @@ def _called(node: fx.Node, args: Any, kwargs: Any) -> Any:
     return node.target(*args, **kwargs)  # type: ignore[operator]
 
 
-def _arguments(node: fx.Node, env: Mapping[fx.Node, Pair], side: int) -> Any:
-    def value(arg: Any) -> Any:
-        return env[arg][side] if isinstance(arg, fx.Node) else arg
-
-    return map_aggregate((node.args, node.kwargs), value)
+def _arguments(node: fx.Node, env: Mapping[fx.Node, Pair], of: Callable[[Pair], Any]) -> Any:
+    """What a node is called with, of each operand what `of` takes of its values."""
+    return map_arg((node.args, node.kwargs), lambda n: of(env[n]))
 
 
-def _narrowed(node: fx.Node, env: Mapping[fx.Node, Pair]) -> Any:
-    """The wide arguments in the dtypes of the graph."""
-
-    def value(arg: Any) -> Any:
-        if not isinstance(arg, fx.Node):
-            return arg
-        low, wide, *_ = env[arg]
-        return pytree.tree_map(lambda w, like: w.to(like) if _is_tensor(w) else w, wide, low)
-
-    return map_aggregate((node.args, node.kwargs), value)
+def _narrowed(pair: Pair) -> Any:
+    """The wide value in the dtypes of the graph."""
+    return pytree.tree_map(
+        lambda wide, low: wide.to(low) if _is_tensor(wide) else wide, pair.wide, pair.low
+    )
 
 
 def _is_new(node: fx.Node) -> bool:

@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 from mpcompile import ir, rules
-from mpcompile.ir import By, Mark, hidden_products
+from mpcompile.ir import By, Mark
 from mpcompile.ir.parameter_updates import nodes_of_updates
 from mpcompile.rules.policy import LOW_DTYPES, Config, Precision
 from mpcompile.torch_inside.graphs import schema
@@ -34,8 +34,8 @@ def classify(gm: fx.GraphModule, config: Config) -> bool:
     for node in gm.graph.nodes:
         if node.op in ("call_function", "call_method"):
             ir.set_mark(node, update if node in updates else _decide(node, config))
-        elif ir.is_low_input(node):
-            reason = f"it is stored in {ir.SHORT[ir.stored(node).dtype]}"
+        elif (stored := ir.stored(node)) is not None:
+            reason = f"it is stored in {ir.SHORT[stored.dtype]}"
             ir.set_mark(node, Mark(Precision.LOW, By.CAPTURED, reason, config.low))
     return False
 
@@ -69,7 +69,9 @@ def _decide(node: fx.Node, config: Config) -> Mark:
 def _hands_off(node: fx.Node) -> str | None:
     """Why the node must keep its dtypes even if the user asks otherwise, or None."""
     if ir.is_opaque(node):
-        return f"opaque: its body was captured in these dtypes{hidden_products.described(node)}"
+        count = ir.hidden_products(node)
+        stay = f"; {count} matrix product{'s stay' if count > 1 else ' stays'} FP32 there"
+        return f"opaque: its body was captured in these dtypes{stay if count else ''}"
     if not (ir.is_op(node) or ir.is_getitem(node)):
         return "no tensor operator"
     if ir.is_mutable(node):

@@ -35,7 +35,6 @@ import torch
 from torch import fx
 
 from mpcompile import ir, rules
-from mpcompile.ir.hidden_products import hidden_calls
 from mpcompile.rules.policy import Config, Level, Precision
 from mpcompile.torch_inside.names import OpOverload
 
@@ -192,7 +191,7 @@ def _through(
     decision, rule = ir.mark(node), ir.rule(node)
     operands = _operands(node, wide, integers)
     if decision.precision is Precision.KEEP:
-        if any(rules.rule_named(name).makes_positions for name in hidden_calls(node)):
+        if any(rules.rule_named(name).makes_positions for name in ir.hidden_calls(node)):
             return Wide("whole numbers", position=True)
         copied = rule.copies_constant or rule is rules.UNKNOWN
         return operands[0] if operands and copied else None

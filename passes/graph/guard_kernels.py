@@ -1,4 +1,6 @@
-"""Compute in FP32 what torch's own kernel gets wrong in the low dtype. A deciding pass.
+"""Leave in FP32 what the device's low kernels get wrong, or are slow at. Deciding passes.
+
+**`guard_kernels`** computes in FP32 what torch's own kernel gets wrong in the low dtype.
 
     conv3d: LOW = conv3d(x, weight, padding=1)   ->   conv3d: FULL = conv3d(x, weight, padding=1)
 
@@ -9,6 +11,15 @@ that is not known before the call may be too small. `mpcompile/devices/torch_fau
 releases of torch with this fault.
 
 The user's policy is overruled: who asks for BF16 doesn't ask for a wrong gradient.
+
+**`leave_unpromised`** leaves products in FP32 if neither a profile nor a data sheet says that the
+low dtype is faster. If a device has no matrix units for the low dtype, and its profile predicts
+nothing for a product, the product is FULL: on a CPU without BF16 instructions it takes ten to forty
+times as long in BF16. Products whose precision the user set, by policy or by dtype, are left alone.
+
+    linear: LOW, CPU with AVX2, dtype="auto", no profile       FULL
+    linear: LOW, the same, with a profile                      plan decides
+    linear: LOW, FP16 on a GPU with Tensor Cores               LOW
 """
 
 from __future__ import annotations
@@ -23,7 +34,8 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from mpcompile import ir
 from mpcompile.devices.registry import capabilities
 from mpcompile.padding.products import is_transposed
-from mpcompile.rules.policy import Config, Precision
+from mpcompile.planner.times import seconds
+from mpcompile.rules.policy import Config, Level, Precision
 
 
 def guard_kernels(gm: fx.GraphModule, config: Config) -> bool:
@@ -62,3 +74,17 @@ def _each(setting: Any) -> Sequence[Any]:
     """A setting of the convolution for each of the three dimensions: a list, a number, a word."""
     values = list(setting) if isinstance(setting, (list, tuple)) else [setting]
     return values * 3 if len(values) == 1 else values
+
+
+def leave_unpromised(gm: fx.GraphModule, config: Config) -> bool:
+    if config.promised or config.level is Level.O3:
+        return False
+    for node in gm.graph.nodes:
+        by_rule = ir.precision(node) is Precision.LOW and ir.mark(node).by is ir.By.TABLE
+        if by_rule and seconds(node, config) is None:
+            reason = (
+                f"{ir.mark(node).reason}; but {config.device.type} has no matrix units for "
+                f"{ir.SHORT[config.low]} here, and no profile knows this product"
+            )
+            ir.remark(node, precision=Precision.FULL, by=ir.By.PLAN, reason=reason)
+    return False

@@ -1,5 +1,7 @@
-"""Compute in FP32 a difference or a bound that a steep operator reads, and what feeds it. A
-deciding pass; FOLLOW becomes FULL.
+"""Compute in FP32 what feeds an operator that would make much of its rounding. Deciding passes. The
+user's policy is never overruled.
+
+**`guard_steep`**, for a difference or a bound that a steep operator reads; FOLLOW becomes FULL.
 
     p: FOLLOW = sigmoid(h)                     p: FULL = sigmoid(h)
     c: FOLLOW = minimum(p, 0.9999)      ->     c: FULL = minimum(p, 0.9999)
@@ -14,7 +16,15 @@ digit of an operand counts for an FP32 operator (`digits`), and this operand was
 such a number to what came from a LOW operator, or by bounding that with it, all between the two is
 FP32.
 
-The user's policy is never overruled.
+**`guard_factorisations`**, for matrix factorisations; LOW and FOLLOW become FULL.
+
+    k: LOW = mm(x, xT)                           k: FULL = mm(x, xT)
+    cholesky: FULL = linalg_cholesky(k)    ->    cholesky: FULL = linalg_cholesky(k)
+
+Rounded to FP16, a positive definite matrix may get a negative eigenvalue, and a singular one full
+rank: `cholesky` then raises, `pinv` returns 1e5 where it should return 1. FP32 inside the operator
+comes too late. So its producers are pinned, up through FOLLOW nodes, to the first LOW operator on
+each path. The operands of that one may be low: the product of rounded factors is an exact product.
 """
 
 from __future__ import annotations
@@ -82,3 +92,14 @@ def _names_a_number(node: fx.Node, low: set[fx.Node]) -> bool:
     numbers = [number for number in ir.numbers(node, but="alpha") if number != 0]
     given = [n for n in operands if n not in low]
     return any(n in low for n in operands) and bool(numbers or given)
+
+
+def guard_factorisations(gm: fx.GraphModule, config: Config) -> bool:
+    if config.level is Level.O3:
+        return False
+    for node in gm.graph.nodes:
+        if ir.rule(node).sensitive and ir.precision(node) is Precision.FULL:
+            name = ir.op_name(node).removeprefix("aten::")
+            reason = f"{name} reads it, and would multiply its rounding"
+            ir.pin_producers(node, reason, products=True)
+    return False

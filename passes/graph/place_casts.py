@@ -58,11 +58,11 @@ class _CastPlacer:
         self.changed: set[fx.Node] = set()
 
     def run(self) -> bool:
-        for node in filter(ir.is_low_input, self.graph.nodes):
-            ir.set_value(node, ir.stored(node))
-            self.changed.add(node)
         for node in list(self.graph.nodes):
-            if node.op == "output":
+            if (stored := ir.stored(node)) is not None:
+                ir.set_value(node, stored)
+                self.changed.add(node)
+            elif node.op == "output":
                 self._restore_outputs(node)
             elif ir.is_marked(node) and ir.role(node) not in ir.ADDED:
                 self._rewrite(node)
@@ -160,7 +160,7 @@ def _clamped(mask: fx.Node, dtype: torch.dtype, insert: Callable[..., fx.Node]) 
 
 def _may_wait(value: fx.Node, user: fx.Node) -> bool:
     """Whether the cast of a value may stand before this reader: in no region, in grad mode."""
-    waits = ir.is_parameter(value) and ir.is_op(user)
+    waits = ir.is_parameter(value) is True and ir.is_op(user)
     return waits and ir.grad_enabled(user) and not ir.regions(user)
 
 

@@ -113,21 +113,12 @@ class _PadPlacer:
             ]
             before = user if ir.is_mutable(value) else ir.after(value)
             with self.graph.inserting_before(before):
-                fitted = self._cut(value, kept, user)
+                why = f"{_reader(user)} reads the real size"
+                fitted = ir.cut_to(value, kept, why, self.sizes.argument)
                 if as_captured and value in self.captured and ir.same_shape(kept, real):
                     fitted = self._laid_out(fitted, self.captured[value], value)
                 self.fitted[key] = self._pad(fitted, shape, value, user)
         return self.fitted[key]
-
-    def _cut(self, value: fx.Node, shape: Sequence[Size], user: fx.Node) -> fx.Node:
-        cut = value
-        for dim, (now, new) in enumerate(zip(ir.shape(value), shape, strict=True)):
-            if not ir.known_equal(now, new):
-                why = f"{now} -> {new}: {_reader(user)} reads the real size"
-                args, decision = (cut, dim, 0, self.sizes.argument(new)), ir.added(ir.Role.PAD, why)
-                name = f"{value.name}_cut"
-                cut = ir.insert(aten.slice.Tensor, *args, name=name, like=value, decision=decision)
-        return cut
 
     def _laid_out(self, cut: fx.Node, captured: torch.Tensor, like: fx.Node) -> fx.Node:
         """The value in the memory layout of its captured form."""

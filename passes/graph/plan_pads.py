@@ -283,4 +283,4 @@ def _is_stored(node: fx.Node) -> bool:
     """Whether it is a parameter, after casts and views: it is padded in the cast's kernel."""
     while ir.is_cast(node) or (ir.is_op(node) and ir.kind(node) is rules.Kind.VIEW):
         node = node.all_input_nodes[0]
-    return ir.is_parameter(node)
+    return ir.is_parameter(node) is True

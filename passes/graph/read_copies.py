@@ -70,7 +70,8 @@ def _read(
             pad.replace_all_uses_with(copy)
             graph.erase_node(pad)
     if any(cast.users for cast in casts):
-        part = _real_part(graph, copy, real, config)
+        with graph.inserting_before(ir.after(copy)):
+            part = ir.cut_to(copy, real.shape, "the copy is stored padded")
         for cast in casts:
             cast.replace_all_uses_with(part)
     for cast in casts:
@@ -79,15 +80,3 @@ def _read(
 
 def _is_pad(node: fx.Node) -> bool:
     return node.target is aten.constant_pad_nd.default and ir.role(node) is ir.Role.PAD
-
-
-def _real_part(graph: fx.Graph, copy: fx.Node, real: torch.Tensor, config: Config) -> fx.Node:
-    """The part of the copy that is not padding."""
-    part = copy
-    for dim, (now, size) in enumerate(zip(ir.value(copy).shape, real.shape, strict=True)):
-        if not ir.known_equal(now, size):
-            cut = ir.added(ir.Role.PAD, f"{now} -> {size}: the copy is stored padded")
-            args, name = (part, dim, 0, size), f"{copy.name}_cut"
-            with graph.inserting_before(ir.after(part)):
-                part = ir.insert(aten.slice.Tensor, *args, name=name, like=copy, decision=cut)
-    return part

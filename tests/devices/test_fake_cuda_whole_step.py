@@ -20,7 +20,7 @@ def both(level: str) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def test_it_is_no_more_kernels_than_the_pieces_and_moves_no_more(level: str) -> None:
-    """In pieces, a kernel looks at many gradients (`passes/joint/unscale_together.py`). Here the
+    """In pieces, a kernel looks at many gradients (`passes/joint/together.py`). Here the
     step reads them anyway: each is looked at by what updates its parameter.
     """
     pieces, whole = both(level)

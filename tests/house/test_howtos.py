@@ -136,7 +136,7 @@ print([n.op for n in plan.nodes], "name_relus" in plan.changed, "name_relus" in 
 def add_pass(copy: Copy, text: str, *, after: str) -> None:
     (copy.root / "passes" / "graph" / "name_relus.py").write_text(text)
     for line, before in (
-        ("from ..passes.graph.name_relus import name_relus", "from ..passes.graph.narrow_softmax"),
+        ("from ..passes.graph.name_relus import name_relus", "from ..passes.graph.plan "),
         ("    name_relus,", after),
         ('    "name_relus": "clamp_min stays",', "MAY_BE_DISABLED: Mapping"),
     ):

@@ -18,7 +18,7 @@ from versions import not_on
 from mpcompile import ir, mpcompile
 from mpcompile.ir import units
 from mpcompile.passes.graph import scale_gradients as scaling
-from mpcompile.passes.graph.clean import clean
+from mpcompile.passes.graph.noop_casts import clean
 
 Program = Callable[[torch.Tensor, torch.Tensor], Any]
 

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from mpcompile import MPCompileError, MPOptimizer, Policy, compiled_plans, mpcompile
-from mpcompile.passes.graph.fuse_head import fuse_head
 from mpcompile.passes.graph.place_casts import place_casts
+from mpcompile.passes.graph.replace_operators import fuse_head
 
 # -- which graphs ----------------------------------------------------------------------------------
 

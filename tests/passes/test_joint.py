@@ -30,7 +30,6 @@ from mpcompile.lower.joint import (
     joint_passes,
     with_joint_passes,
 )
-from mpcompile.passes.joint.cast_together import cast_together
 from mpcompile.passes.joint.kept_for_backward import (
     keep_sources,
     keep_written_inputs,
@@ -38,7 +37,7 @@ from mpcompile.passes.joint.kept_for_backward import (
 )
 from mpcompile.passes.joint.lay_images import lay_channels_last, lay_low_images
 from mpcompile.passes.joint.lowered_faults import fill_zeros
-from mpcompile.passes.joint.unscale_together import unscale_together
+from mpcompile.passes.joint.together import cast_together, unscale_together
 from mpcompile.passes.joint.widen_weight_gradients import widen_weight_gradients
 from mpcompile.rules.policy import Level
 from mpcompile.torch_inside import names

@@ -15,9 +15,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from mpcompile import ir, operators
 from mpcompile.ir import aten
-from mpcompile.passes.graph.clean import clean
-from mpcompile.passes.graph.drop_noop_casts import drop_noop_casts
-from mpcompile.passes.joint.cast_together import CAST, cast_together
+from mpcompile.passes.graph.noop_casts import clean, drop_noop_casts
+from mpcompile.passes.joint.together import CAST, cast_together
 
 # -- clean -----------------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ from graphs import Stage, ran_twice
 from op_db_support import OPS, samples_of
 
 from mpcompile import MPCompileWarning, compiled_plans, mpcompile
-from mpcompile.passes.graph.functionalize import functionalize
+from mpcompile.passes.graph.canonical_forms import functionalize
 
 pytestmark = pytest.mark.inside
 

@@ -9,7 +9,7 @@ from graphs import Stage, ran_twice
 from torch import Tensor
 from versions import since
 
-from mpcompile.passes.graph.gather_hooks import gather_hooks
+from mpcompile.passes.graph.higher_order import gather_hooks
 
 
 def clip(gradient: Tensor) -> Tensor:

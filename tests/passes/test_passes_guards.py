@@ -17,7 +17,7 @@ import mpcompile
 from mpcompile import Policy, ir
 from mpcompile.ir import spec
 from mpcompile.passes.graph.guard_aliases import guard_aliases
-from mpcompile.passes.graph.keep_compared import keep_compared
+from mpcompile.passes.graph.own_memory import keep_compared
 from mpcompile.plans import pipeline
 
 # -- guard_aliases ---------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import mpcompile
 from mpcompile import MPCompileError
 from mpcompile.ir import aten
-from mpcompile.passes.graph.narrow_softmax import narrow_softmax
+from mpcompile.passes.graph.replace_operators import narrow_softmax
 from mpcompile.passes.joint.kept_for_backward import keep_written_inputs
 
 # -- narrow_softmax --------------------------------------------------------------------------------

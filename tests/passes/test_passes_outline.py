@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from mpcompile import ir
 from mpcompile.errors import CannotRewrite
-from mpcompile.passes.graph.outline import outline
+from mpcompile.passes.graph.higher_order import outline
 
 
 def test_applies() -> None:

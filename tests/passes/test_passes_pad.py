@@ -15,7 +15,7 @@ from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
 
 from mpcompile import ir
-from mpcompile.passes.graph.outline import outline
+from mpcompile.passes.graph.higher_order import outline
 from mpcompile.passes.graph.place_pads import place_pads
 from mpcompile.passes.graph.plan_pads import plan_pads
 from mpcompile.passes.graph.scale_gradients import scale_gradients

@@ -9,10 +9,8 @@ from mpcompile import ir
 from mpcompile.errors import CannotRewrite
 from mpcompile.ir import aten
 from mpcompile.ir.step_config import CopyLayout, Gradient
-from mpcompile.passes.step.lift_numbers import lift_numbers
-from mpcompile.passes.step.predicate_writes import predicate_writes
-from mpcompile.passes.step.take_gradients import take_gradients
-from mpcompile.passes.step.write_copies import write_copies
+from mpcompile.passes.step.reads import lift_numbers, take_gradients
+from mpcompile.passes.step.writes import predicate_writes, write_copies
 
 # -- lift_numbers -----------------------------------------------------------------------------
 

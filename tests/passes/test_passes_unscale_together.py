@@ -12,7 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import mpcompile.operators.library
 from mpcompile import ir
 from mpcompile.ir import aten
-from mpcompile.passes.joint.unscale_together import unscale_together
+from mpcompile.passes.joint.together import unscale_together
 
 UNSCALE = torch.ops.mpcompile.unscale_grad.default
 ALL = torch.ops.mpcompile.unscale_all.default

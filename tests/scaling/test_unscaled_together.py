@@ -11,7 +11,7 @@ from torch import nn
 from mpcompile import LossScale, MPOptimizer, Policy, mpcompile
 from mpcompile.devices.cpu import CPU
 from mpcompile.lower import joint
-from mpcompile.passes.joint import unscale_together as module
+from mpcompile.passes.joint import together as module
 
 pytestmark = pytest.mark.slow("trainings that overflow, against FP64")
 

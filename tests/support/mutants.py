@@ -63,7 +63,7 @@ MUTANTS = (
     Mutant(
         "rows-not-looked-at",
         "on a GPU, of the gradients that Inductor writes only the first is looked at for overflows",
-        "passes/joint/unscale_together.py",
+        "passes/joint/together.py",
         "bad = ir.new_call(graph, aten.cat.default, rows) if len(rows) > 1 else rows[0]",
         "bad = rows[0]",
         ("tests/passes/test_passes_unscale_together.py",),
@@ -71,7 +71,7 @@ MUTANTS = (
     Mutant(
         "written-though-read",
         "on a GPU a sum is unscaled in place though the backward of a norm reads it, too",
-        "passes/joint/unscale_together.py",
+        "passes/joint/together.py",
         "        not gradient.is_read\n",
         "        True\n",
         ("tests/passes/test_passes_unscale_together.py",),
@@ -103,7 +103,7 @@ MUTANTS = (
     Mutant(
         "overflow-not-skipped",
         "a compiled step writes parameters though a gradient overflowed",
-        "passes/step/predicate_writes.py",
+        "passes/step/writes.py",
         "aten.where.self, skip, target, value",
         "aten.where.self, skip, value, value",
         ("tests/passes/test_passes_step_update.py",),
@@ -111,7 +111,7 @@ MUTANTS = (
     Mutant(
         "state-not-kept",
         "a skipped step still moves the optimizer's state",
-        "passes/step/predicate_writes.py",
+        "passes/step/writes.py",
         'in ("param", "state")',
         'in ("param",)',
         ("tests/passes/test_passes_step_update.py", "tests/optim/test_optim_db.py"),
@@ -127,7 +127,7 @@ MUTANTS = (
     Mutant(
         "copy-not-written",
         "a step doesn't write the working copy: the model reads the old weights",
-        "passes/step/write_copies.py",
+        "passes/step/writes.py",
         'aten.copy_.default, copy, low, why="the working copy"',
         'aten.copy_.default, copy, copy, why="the working copy"',
         ("tests/passes/test_passes_step_update.py", "tests/scaling/test_copies.py"),

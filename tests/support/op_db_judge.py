@@ -37,7 +37,7 @@ from typing import Any
 
 import torch
 
-from mpcompile.passes.graph import copy_overlaps
+from mpcompile.passes.graph import own_memory
 
 DRAWS = 8
 LOW_FACTOR, FULL_FACTOR = 8.0, 4.0
@@ -142,9 +142,9 @@ def _compare(i: int, mine: Result, reference: Reference, low: bool) -> Verdict:
         raise Mismatch(f"{len(mine.outputs)} results, not {len(theirs.outputs)}")
     if mine.tracked != theirs.tracked:
         raise Mismatch(f"needs a gradient: {mine.tracked}, not {theirs.tracked}")
-    # A result whose elements share memory with each other is a copy (passes/copy_overlaps.py): as
-    # a view of an input, too, its gradient would be wrong.
-    copied = any(copy_overlaps._overlaps(x) for x in theirs.outputs if isinstance(x, torch.Tensor))
+    # A result whose elements share memory with each other is a copy (`copy_overlaps`): as a view of
+    # an input, too, its gradient would be wrong.
+    copied = any(own_memory._overlaps(x) for x in theirs.outputs if isinstance(x, torch.Tensor))
     if not (low or copied) and mine.shared != theirs.shared:
         raise Mismatch(f"shares memory: {mine.shared}, not {theirs.shared}")
     found = [Verdict(Status.EXACT)]

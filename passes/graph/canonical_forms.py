@@ -1,4 +1,6 @@
-"""Make in-place ops on private values out-of-place. A rewriting pass; needs no marks.
+"""Write operators in the forms that the rules know. Rewriting passes; they need no marks.
+
+**`functionalize`** makes in-place ops on private values out-of-place.
 
     h = linear(x, w)                 h = linear(x, w)
     relu_ = relu_(h)        ->       relu = relu(h)
@@ -14,6 +16,13 @@ the cast and not the value. So an op is rewritten only where the difference can'
 
 What stays in place is left to classify, which keeps the captured dtypes of everything that shares
 the memory.
+
+**`name_squares`** names `x * x` `square(x)`: the same numbers, forward and backward.
+
+    mul(h, h)    ->    square(h)
+
+A product of two values keeps their magnitude, as a rule: `mul` follows its operands. A square
+leaves FP16's range from 256 on and reaches zero from 2**-12 down, so `square` is FP32 (rules).
 """
 
 from __future__ import annotations
@@ -22,6 +31,7 @@ import torch
 from torch import fx
 
 from mpcompile import ir, rules
+from mpcompile.ir import aten
 from mpcompile.rules.policy import Config, Precision
 from mpcompile.torch_inside.graphs import schema
 from mpcompile.torch_inside.names import OpOverload
@@ -94,3 +104,13 @@ def _is_private(
         if other not in (target, node) and order[other] < at and used_later:
             return False
     return True
+
+
+def name_squares(gm: fx.GraphModule, config: Config) -> bool:
+    changed = False
+    for node in gm.graph.find_nodes(op="call_function", target=aten.mul.Tensor):
+        value, held = node.args[0], ir.captured(node)
+        if node.args == (value, value) and held is not None and held.is_floating_point():
+            node.target, node.args = aten.square.default, (value,)
+            changed = True
+    return changed

@@ -1,5 +1,25 @@
-"""Unscale the gradients that leave a graph in few kernels, and look for overflows in them on the
-way. A rewriting pass, on a backward as Inductor lowers it.
+"""Do in few kernels what would be one for each tensor. Rewriting passes, on a graph as Inductor
+lowers it. On a GPU a kernel that is shorter than its launch costs the launch.
+Each value carries its FakeTensor.
+
+**`cast_together`** casts the weights that products read in one kernel, in a forward.
+
+    v16 = cast(v, f16)                           w16, v16 = cast_all([w, v], f16)
+    a = mm(x, v16)                       ->      a = mm(x, v16)
+    w16 = cast(w, f16)                           b = mm(a, w16)
+    b = mm(a, w16)
+
+No kernel of a library casts its operands. Cast so early, a low copy lives from the beginning of the
+forward to its end. So only those are taken that the backward keeps anyway (in one graph with it:
+that more than one product reads), and small ones such as biases.
+
+Contract. A weight is an input, dense, of sizes that are numbers,
+that the graph doesn't write before the cast. Its cast is read by library kernels alone, directly or
+by views; a generated kernel would cast on the way. Nor is it the weight of a convolution over
+images, which Inductor lays out again where it casts.
+
+**`unscale_together`** unscales the gradients that leave a graph in few kernels, and looks for
+overflows in them on the way, in a backward.
 
     w, b, c: f32 = mm(...), sum(...), cast(...)      w, b, c: f32 = mm(...), sum(...), cast(...)
     bad_w = cast(any(not(isfinite(w))))              rows = cat([any(not(isfinite(c)), -1), ...])
@@ -7,15 +27,15 @@ way. A rewriting pass, on a backward as Inductor lowers it.
     found = bad_w + bad_b + bad_c                    unscale_all([w, b], found, 1 / scale)
     return (w * (1 / scale), b * ..., found)         return (w, b, c * (1 / scale), found)
 
-On a GPU a kernel that is shorter than its launch costs the launch. A sum over all elements of a
-gradient takes one such kernel, or two, and no kernel of a library can multiply by the scale.
+A sum over all elements of a gradient takes one such kernel, or two, and no kernel of a library can
+multiply by the scale.
 
 * What a library wrote, a sum, or a scatter lies in memory of its own: all of these are unscaled in
   place by one kernel for many tensors, which looks at them as well.
 * Any other gradient is written by a kernel that Inductor generates, and unscaled there. A sum over
   its rows only goes along in that kernel. What the rows of all gradients found is one short vector.
 
-Contract. Each value carries its FakeTensor. A gradient whose check doesn't look as `unscale_grad`
+Contract. A gradient whose check doesn't look as `unscale_grad`
 makes it, that is read once unscaled, or of a size that is no number, stays as it is. `found` is
 nonzero exactly if it was; it no longer is the number of gradients that overflowed.
 """
@@ -24,7 +44,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -32,9 +52,96 @@ from torch import fx
 
 from mpcompile import ir
 from mpcompile.ir import aten
-from mpcompile.torch_inside.names import OpOverload
+from mpcompile.ir.dtypes import HALF
+from mpcompile.torch_inside.names import HigherOrderOperator, OpOverload
 
 CAST = torch.ops.prims.convert_element_type.default
+_FEWEST = 2  # tensors that are worth it
+
+# -- cast_together ---------------------------------------------------------------------------------
+
+_PRODUCTS = {
+    aten.mm.default, aten.mm.dtype, aten.bmm.default, aten.bmm.dtype, aten.addmm.default,
+    aten.baddbmm.default,
+}  # fmt: skip
+_PLAIN_VIEWS = {aten.view.default, aten.reshape.default, aten.permute.default, aten.t.default}
+_SMALL = 2**15  # elements of a cast that may live longer than it must
+
+
+def cast_together(graph: fx.Graph) -> bool:
+    """Rewrite the graph. Returns whether anything changed."""
+    written: set[int | None] = set()  # memory
+    of_dtype: dict[torch.dtype, list[fx.Node]] = {}
+    for node in graph.nodes:
+        if node.target is CAST and _is_taken(node):
+            weight = node.all_input_nodes[0]
+            if weight.op == "placeholder" and ir.storage(weight) not in written:
+                of_dtype.setdefault(ir.dtype(node), []).append(node)
+        elif isinstance(node.target, HigherOrderOperator):  # a kernel of the user's may write
+            written.update(map(ir.storage, node.all_input_nodes))
+        else:
+            written.update(map(ir.storage, ir.written(node)))
+    several = {dtype: casts for dtype, casts in of_dtype.items() if len(casts) >= _FEWEST}
+    first = next((n for n in graph.nodes if n.op != "placeholder"), None)
+    for dtype, casts in several.items():
+        with graph.inserting_before(first):
+            weights = [cast.all_input_nodes[0] for cast in casts]
+            made = ir.new_call(graph, torch.ops.mpcompile.cast_all.default, weights, dtype)
+            for i, cast in enumerate(casts):
+                one = graph.call_function(operator.getitem, (made, i))
+                one.meta = dict(cast.meta)
+                cast.replace_all_uses_with(one)
+    for cast in (cast for casts in several.values() for cast in casts):
+        graph.erase_node(cast)  # one of them is `first`
+    return bool(several)
+
+
+def _is_taken(cast: fx.Node) -> bool:
+    """Whether it is a cast of a weight that may be made at the beginning, and gains by it."""
+    weight, low = cast.all_input_nodes[0], ir.tensor(cast)
+    if low is None or low.dtype not in HALF:
+        return False
+    readers = list(_readers(cast))
+    kept = len(readers) > 1
+    products = [(reader, node) for reader, node in readers if reader.op != "output"]
+    return (
+        bool(products)
+        and (kept or low.numel() <= _SMALL)
+        and all(_is_product(reader, node) for reader, node in products)
+        and _lies_alike(ir.tensor(weight), low)
+    )
+
+
+def _readers(node: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """Who reads the node or a view of it, each with what it reads."""
+    for user in node.users:
+        if user.target in _PLAIN_VIEWS:
+            yield from _readers(user)
+        else:
+            yield user, node
+
+
+def _is_product(reader: fx.Node, operand: fx.Node) -> bool:
+    """Whether a library's kernel reads the operand as it lies."""
+    if reader.target is aten.convolution.default:  # Inductor adds a bias elsewhere
+        return reader.args[1] is operand and all(n == 1 for n in ir.value(operand).shape[2:])
+    return reader.target in _PRODUCTS
+
+
+def _lies_alike(weight: torch.Tensor | None, low: torch.Tensor) -> bool:
+    """Whether the cast of a dense tensor is laid out as it is."""
+    return (
+        weight is not None
+        and weight.layout is torch.strided
+        and weight.dtype is torch.float32
+        and all(isinstance(n, int) for n in (*weight.shape, *weight.stride()))
+        and weight.numel() > 0
+        and torch.empty_like(weight).stride() == weight.stride() == low.stride()
+    )
+
+
+# -- unscale_together ------------------------------------------------------------------------------
+
 # Each makes its result in memory of its own: no kernel that Inductor generates writes it together
 # with what reads it.
 _ALONE = {
@@ -51,7 +158,6 @@ _VIEWS = {
     aten.t.default, aten.transpose.int, aten.unsqueeze.default, aten.squeeze.dim,
     aten.squeeze.dims, aten.squeeze.default,
 }  # fmt: skip
-_FEWEST = 2  # gradients that are worth it
 # At least so many rows, where the shape allows: they run side by side. A longer row Inductor cuts,
 # in a kernel of its own.
 _ROWS, _LONGEST = 64, 8192
@@ -254,19 +360,16 @@ def _is_alone(gradient: _Leaving) -> bool:
     while made.target in _VIEWS:
         made = made.all_input_nodes[0]
         further.append(made)
-    value = ir.value(gradient.scaled)
+    value, call = ir.value(gradient.scaled), made
+    if made.target is operator.getitem:  # one of several results, each in memory of its own
+        call = made.all_input_nodes[0]
     return (
         not gradient.is_read
         and all(len(node.users) == 1 for node in further)
-        and (made.target in _ALONE or _part_of_alone(made) or _adds_to_zeros(made))
+        and (call.target in _ALONE or _adds_to_zeros(made))
         and ir.is_dense(value)
         and value.stride() == ir.value(gradient.unscaled).stride()
     )
-
-
-def _part_of_alone(node: fx.Node) -> bool:
-    """Whether it is one of several results, each in memory of its own."""
-    return node.target is operator.getitem and node.all_input_nodes[0].target in _ALONE
 
 
 def _adds_to_zeros(node: fx.Node) -> bool:

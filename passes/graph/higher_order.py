@@ -1,4 +1,14 @@
-"""Fold the bodies of activation checkpoints back. A rewriting pass, the last one.
+"""Give AOTAutograd the higher-order operators of the program as it takes them. Rewriting passes.
+
+**`gather_hooks`** makes a hook on a value see the gradients of all its uses; it needs no marks.
+
+    sin(h); k = register_hook(h, body); cos(k)     ->     k = register_hook(h, body); sin(k); cos(k)
+
+That is what `h.register_hook(f)` means in eager mode, wherever it is in the program. In a graph the
+hook is an operator, and sees only the gradients of nodes that read its result. Dynamo makes later
+nodes read the result, but not earlier ones.
+
+**`outline`** folds the bodies of activation checkpoints back; it is the last pass.
 
 Capture inlined each checkpoint's body and tagged its nodes, so that the other passes saw one flat
 graph. AOTAutograd needs the higher-order operator, whose body it recomputes in the backward:
@@ -13,6 +23,7 @@ constants: AOTAutograd must know each tensor that a graph owns, and doesn't sear
 
 from __future__ import annotations
 
+import itertools
 import operator
 
 from torch import fx
@@ -21,6 +32,32 @@ from mpcompile import ir
 from mpcompile.errors import CannotRewrite
 from mpcompile.ir.targets import CHECKPOINT
 from mpcompile.rules.policy import Config
+
+
+def gather_hooks(gm: fx.GraphModule, config: Config) -> bool:
+    nodes = list(gm.graph.nodes)
+    moved = [_gather(n) for n in nodes if ir.op_name(n) == "higher_order::register_hook"]
+    return any(moved)
+
+
+def _gather(hook: fx.Node) -> bool:
+    """Move the hook right after its value, and let all other readers read its result."""
+    value, body, *free = hook.all_input_nodes
+    before = set(itertools.takewhile(lambda n: n is not hook, hook.graph.nodes))
+    readers = [user for user in value.users if user is not hook]
+    if before.isdisjoint(readers):
+        return False
+    memory = ir.storage(value)
+    written = any(ir.storage(t) == memory for n in hook.graph.nodes for t in ir.written(n))
+    if free or written:
+        raise CannotRewrite(
+            f"a hook is put on {value.name}, which was read before, and either is written in "
+            "place or the hook reads other values"
+        )
+    ir.after(value).prepend(body)
+    body.append(hook)
+    value.replace_all_uses_with(hook, readers.__contains__)
+    return True
 
 
 def outline(gm: fx.GraphModule, config: Config) -> bool:

@@ -1,4 +1,6 @@
-"""Remove casts that the FP32 capture turned into no-ops. A rewriting pass; needs no marks.
+"""Remove casts that change nothing. Rewriting passes.
+
+**`drop_noop_casts`** removes those that the FP32 capture turned into no-ops; it needs no marks.
 
 User code says `scores.to(q.dtype)`; captured in FP32 that becomes `to(float32)` on an FP32 value.
 If it stayed, it would be a real upcast once its input is FP16, and would end every FP16 chain.
@@ -8,6 +10,13 @@ If it stayed, it would be a real upcast once its input is FP16, and would end ev
 
 An explicit `.float()` stays: the user asks for FP32, and the call doesn't repeat the model's dtype;
 classify pins it. Casts that change dtype or device, or that must copy, stay too.
+
+**`clean`** removes those that the rewrite left over; it is idempotent.
+
+* A cast down of a value that was cast up from the same dtype becomes that value (exact).
+* Casts that nothing reads are removed.
+
+The other pair, a cast down and up again, is a rounding that the plan asked for: it stays.
 """
 
 from __future__ import annotations
@@ -38,3 +47,20 @@ def _is_noop(node: fx.Node) -> bool:
         and old.device == new.device
         and ir.storage(node.args[0]) == ir.storage(node)  # type: ignore[arg-type]
     )
+
+
+def clean(gm: fx.GraphModule, config: Config) -> bool:
+    changed = False
+    for node in gm.graph.nodes:
+        if not ir.is_cast(node) or not ir.is_cast(node.args[0]):
+            continue
+        through = node.args[0]
+        before, between, now = (ir.dtype(n) for n in (through.args[0], through, node))
+        if before is now and between.itemsize > now.itemsize:
+            node.replace_all_uses_with(through.args[0])
+            changed = True
+    for node in reversed(gm.graph.nodes):
+        if ir.is_cast(node) and not node.users:
+            gm.graph.erase_node(node)
+            changed = True
+    return changed

@@ -1,4 +1,26 @@
-"""Let no overflow stay behind in a buffer. A rewriting pass, for FP16.
+"""Put values into memory of their own, where a result would be wrong in the memory that they have.
+Rewriting passes.
+
+**`keep_compared`** keeps in memory the values that are compared with what was picked from them.
+
+    h: f16 = gelu(linear)                h: f16 = gelu(linear)
+    k: f16 = topk(h, 5)[0]        ->     h_kept: f16 = kept(h)
+    keep = ge(h, k)                      k: f16 = topk(h_kept, 5)[0]
+                                         keep = ge(h_kept, k)
+
+A compiler doesn't round a low value where it computes with it in the same loop, nor where the
+backward computes it again. Who compares such a value with one that was picked from it when it was
+rounded finds no equal one; the backward of `amax` then divides zero by zero.
+
+`kept` (`mpcompile/operators/library.py`) is a copy that no fusion reaches across and that isn't
+computed again: whatever reads it, forward or backward, reads the same elements. What is picked from
+them is exact in any dtype (`mpcompile/ir/exact_reads.py`). It costs the copy, where such a
+comparison is.
+
+Contract. It runs after the passes that place casts. `mpcompile/ir/spec.py` looks at each graph
+that is emitted: no value is left that is compared so.
+
+**`keep_buffers_finite`** lets no overflow stay behind in a buffer, for FP16.
 
                                           own = clone(running_var)
     h: f16 = linear(x, w)                 h: f16 = linear(x, w)
@@ -19,11 +41,24 @@ a generation writes to is as large as it is long.
 What is finite stays, also of a step that is skipped: the data were those of FP32. A buffer that
 the program itself fills with infinities, without a LOW operator before it, is left alone; so is a
 write that autograd tracks.
+
+**`copy_overlaps`** returns a copy in place of a result whose elements share memory.
+
+    unfold = unfold(x, 1, 2, 1)             unfold = unfold(x, 1, 2, 1)
+    return unfold                     ->    unfold_copy = contiguous(unfold)
+                                            return unfold_copy
+
+AOTAutograd gives the gradient of a result the result's strides; of several elements written to one
+place only the last survives (torch 2.12 and 2.13; `torch.compile` gives wrong gradients for such a
+result). A result that is a view of an input, or shares memory with another result, is left alone:
+AOTAutograd makes such a view outside of the graph, where autograd adds up correctly and no loss
+scale is involved. So is a stride of 0, which `expand` makes: AOTAutograd handles it correctly.
 """
 
 from __future__ import annotations
 
 import functools
+import operator
 from collections import Counter
 
 import torch
@@ -34,6 +69,18 @@ from mpcompile.ir import aten
 from mpcompile.rules.policy import Config, Precision
 from mpcompile.torch_inside.graphs import schema
 from mpcompile.torch_inside.names import OpOverload
+
+
+def keep_compared(gm: fx.GraphModule, config: Config) -> bool:
+    values = {value: node for node, value in ir.compared(gm.graph)}
+    for value, node in values.items():
+        why = ir.added(ir.Role.KEPT, f"{node.name} compares it with what was picked from it")
+        keep, name = torch.ops.mpcompile.kept.default, f"{value.name}_kept"
+        with gm.graph.inserting_before(ir.after(value)):
+            kept = ir.insert(keep, value, name=name, like=value, decision=why)
+        value.replace_all_uses_with(kept, functools.partial(operator.is_not, kept))
+        ir.stands_for(kept, value)
+    return bool(values)
 
 
 def keep_buffers_finite(gm: fx.GraphModule, config: Config) -> bool:
@@ -101,3 +148,43 @@ def _keep_finite(graph: fx.Graph, node: fx.Node) -> None:
         is_finite = insert(aten.isfinite.default, own, name=f"{name}_is_finite")
         finite = insert(aten.where.self, is_finite, own, node, name=f"{name}_finite")
         insert(aten.copy_.default, node, finite, name=f"{name}_back")
+
+
+def copy_overlaps(gm: fx.GraphModule, config: Config) -> bool:
+    output = gm.graph.output_node()
+    inputs = gm.graph.find_nodes(op="placeholder")
+    if not any(map(ir.requires_grad, inputs)):
+        return False
+    results = list(output.args[0])  # type: ignore[arg-type]
+    captured = gm.meta["mp_output_memory"]
+    shared = {ir.storage(node) for node in inputs}
+    shared |= {at for at, count in Counter(captured).items() if count > 1}
+    for i, (result, at) in enumerate(zip(results, captured, strict=True)):
+        value = ir.tensor(result) if isinstance(result, fx.Node) else None
+        if value is None or not value.is_floating_point() or value.layout is not torch.strided:
+            continue
+        if at not in shared and _overlaps(value):
+            results[i] = _copy(gm.graph, result)
+    changed = results != list(output.args[0])  # type: ignore[arg-type]
+    output.args = (tuple(results),)
+    return changed
+
+
+def _overlaps(value: torch.Tensor) -> bool:
+    """Whether two elements share a place in memory, other than by a stride of 0."""
+    sizes = zip(map(ir.hint, value.shape), map(ir.hint, value.stride()), strict=True)
+    reach = 0  # from the first to the last element of the dimensions of smaller stride
+    for stride, size in sorted((stride, size) for size, stride in sizes if size > 1 and stride > 0):
+        if stride <= reach:
+            return True
+        reach += stride * (size - 1)
+    return False
+
+
+def _copy(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    why = ir.added(ir.Role.COPY, "its elements share memory, and their gradients would")
+    name = f"{node.name}_copy"
+    with graph.inserting_before(graph.output_node()):
+        dense = ir.insert(aten.contiguous.default, node, name=name, like=node, decision=why)
+    dense.meta["mp_captured"] = ir.value(dense)
+    return dense

@@ -1,4 +1,33 @@
-"""Fuse a head and its loss, so that a large vocabulary's logits are not stored. A rewriting pass.
+"""Put other operators in the place of the program's, after its precisions are decided. Rewriting
+passes.
+
+**`narrow_softmax`** lets a softmax save its low result for the backward, not its FP32 one.
+
+    softmax: f32 = softmax(x, -1)
+    softmax_f16: f16 = to(softmax, f16)      ->      softmax_f16: f16 = softmax_low(x, -1, f16)
+    out: f16 = matmul(softmax_f16, v)                out: f16 = matmul(softmax_f16, v)
+
+The backward of a softmax needs its result, and torch uses the FP32 one: Inductor then saves the
+scores as well, to recompute that result. Attention's scores are the largest values of a transformer
+block. `softmax_low` (`mpcompile/operators/library.py`) computes in FP32 and rounds its result; its
+backward computes in FP32 from the rounded result, which the next product saves in any case. This is
+what a half-precision model does, but with the exponentials and their sums in FP32.
+
+Only at O2, where results have the low dtype, and only where nothing reads the FP32 result.
+
+**`expand_attention`** writes attention out as products where the device's low kernel is slow.
+
+    out = attention(q, k, v, causal)    ->    scores = matmul(q, k^T)                       LOW
+                                              softmax = softmax(scores * scale + mask)      FULL
+                                              out = matmul(softmax, v)                      LOW
+
+`mpcompile/planner/times.py` says where that pays.
+
+The softmax is computed in FP32 from the FP32 scale and mask; a row with every position masked by
+-inf or False is zero, as in the kernel. The pass runs after plan: only LOW attention is written
+out, so a policy that asks for FP32 keeps the kernel, too.
+
+**`fuse_head`** fuses a head and its loss, so that a large vocabulary's logits are not stored.
 
     linear: f32[B, T, V] = linear(x, w)             rows: f32[N, d] = reshape(x, [-1, d])
     view: f32[N, V] = view(linear, [-1, V])    ->   loss: f32[] = linear_cross_entropy(rows, w, ...)
@@ -23,9 +52,100 @@ from torch import fx
 
 from mpcompile import ir
 from mpcompile.ir import Mark, aten
-from mpcompile.rules.policy import Config, Precision
+from mpcompile.planner.times import is_written_out
+from mpcompile.rules.policy import Config, Level, Precision
 from mpcompile.torch_inside.graphs import schema
 from mpcompile.torch_inside.names import OpOverload
+
+_LOW_FORM = "mpcompile::softmax_low"
+
+
+def narrow_softmax(gm: fx.GraphModule, config: Config) -> bool:
+    changed = False
+    for node in gm.graph.nodes if config.level is Level.O2 else ():
+        if ir.rule(node).low_form == _LOW_FORM and _is_rounded(node):
+            _narrow(gm.graph, node)
+            changed = True
+    return changed
+
+
+def _is_rounded(node: fx.Node) -> bool:
+    """Whether only a cast to the low dtype reads this softmax in FP32."""
+    in_full = ir.precision(node) is Precision.FULL and ir.argument(node, "dtype") is None
+    users = list(node.users)
+    return (
+        in_full
+        and len(users) == 1
+        and ir.is_cast(users[0])
+        and ir.dtype(users[0]) is ir.mark(node).low
+        and ir.regions(users[0]) == ir.regions(node)
+    )
+
+
+def _narrow(graph: fx.Graph, node: fx.Node) -> None:
+    (cast,) = node.users
+    safe = node.target is aten._safe_softmax.default
+    softmax_low = torch.ops.mpcompile.softmax_low.default
+    args = (node.args[0], ir.argument(node, "dim"), ir.dtype(cast), safe)
+    reason = f"{ir.mark(node).reason}; its backward reads the low result"
+    decision = ir.Mark(Precision.FULL, ir.By.REWRITE, reason, ir.mark(node).low)
+    with graph.inserting_before(cast):
+        new = ir.insert(softmax_low, *args, name=f"{node.name}_low", like=node, decision=decision)
+    cast.replace_all_uses_with(new)
+    graph.erase_node(cast)
+    graph.erase_node(node)
+
+
+def expand_attention(gm: fx.GraphModule, config: Config) -> bool:
+    found = [
+        node
+        for node in gm.graph.nodes
+        if ir.precision(node) is Precision.LOW and is_written_out(node, config)
+    ]
+    for node in found:
+        _expand(gm.graph, node)
+    return bool(found)
+
+
+def _expand(graph: fx.Graph, node: fx.Node) -> None:
+    by, low = ir.By.REWRITE, ir.mark(node).low
+    product = Mark(Precision.LOW, by, "attention written out: matrix product", low)
+    between = Mark(Precision.FULL, by, "attention written out: softmax in FP32", low)
+    query, key, value, mask, scale, dropout = (
+        ir.argument(node, name)
+        for name in ("query", "key", "value", "attn_mask", "scale", "dropout_p")
+    )
+
+    def call(name: str, mark: Mark, target: OpOverload, *args: Any) -> fx.Node:
+        name = f"{node.name}_{name}"
+        new = ir.insert(target, *args, name=name, like=node, decision=mark)
+        new.meta["mp_captured"] = new.meta["val"]
+        return new
+
+    with graph.inserting_before(node):
+        keys = call("keys", product, aten.transpose.int, key, -2, -1)
+        scores = call("scores", product, aten.matmul.default, query, keys)
+        scale = ir.shape(query)[-1] ** -0.5 if scale is None else scale
+        scores = call("scaled", between, aten.mul.Tensor, scores, scale)
+        never_empty = mask is None  # a causal row holds at least its first position
+        if ir.argument(node, "is_causal"):
+            shape = [ir.shape(query)[-2], ir.shape(key)[-2]]
+            full = call("full", product, aten.new_full.default, query, shape, float("-inf"))
+            mask = call("causal", product, aten.triu.default, full, 1)
+        if mask is not None and ir.dtype(mask) is torch.bool:
+            hidden = call("hidden", between, aten.logical_not.default, mask)
+            scores = call("masked", between, aten.masked_fill.Scalar, scores, hidden, float("-inf"))
+        elif mask is not None:
+            scores = call("masked", between, aten.add.Tensor, scores, mask)
+        softmax = aten.softmax.int if never_empty else aten._safe_softmax.default
+        weights = call("softmax", between, softmax, scores, -1)
+        if dropout:
+            weights = call("dropout", between, aten.dropout.default, weights, dropout, True)
+        out = call("out", product, aten.matmul.default, weights, value)
+    ir.stands_for(out, node)
+    node.replace_all_uses_with(out)
+    graph.erase_node(node)
+
 
 LOSS = aten.cross_entropy_loss.default
 LINEAR = aten.linear.default
