@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from module_of import module_of
 from torch import nn
 
 from mpcompile import MPOptimizer, Policy, loss_scale_of, mpcompile
@@ -73,20 +74,17 @@ def test_all_layers_with_steep_gradients_are_pinned_at_once(generated: bool) -> 
     assert wanted[-1] < 0.99 * wanted[0]
 
 
-class Distance(nn.Module):
+def distance() -> Any:
     """The gradient of a root is infinite at 0, where the sample is masked, and 0 * inf is NaN."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(16, 8), nn.Linear(1, 8)
+    def forward(m: Any, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return m.last((m.first(x) * mask).square().sum(-1, keepdim=True).sqrt())
 
-    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        square = (self.first(x) * mask).square().sum(-1, keepdim=True)
-        return self.last(torch.sqrt(square))
+    return module_of(forward, first=nn.Linear(16, 8), last=nn.Linear(1, 8))
 
 
 def test_a_gradient_that_is_infinite_in_fp32_too_is_not_repaired() -> None:
-    model = mixed(Distance(), repair=True, loss_scale=128.0)
+    model = mixed(distance(), repair=True, loss_scale=128.0)
     mask = torch.ones(8, 1)
     mask[0] = 0
     inputs = torch.randn(8, 16), mask
