@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from compare import LEVELS, SETTINGS, assert_near, check, leaf, weighted_sum
 from graphs import captured
+from module_of import module_of
 from torch import fx, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -65,15 +66,8 @@ def test_module_path_and_source_line_survive() -> None:
 
 
 def test_inputs_keep_what_dynamo_wrote() -> None:
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(4, 4)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.linear(x)
-
-    gm = captured(Net(), torch.randn(2, 4))
+    model = module_of(lambda m, x: m.linear(x), linear=nn.Linear(4, 4))
+    gm = captured(model, torch.randn(2, 4))
     inputs = {n.name: n for n in gm.graph.find_nodes(op="placeholder")}
     assert {n for n, node in inputs.items() if ir.is_parameter(node)} == {
         "linear_weight", "linear_bias",
@@ -238,16 +232,12 @@ def test_sizes_that_depend_on_data(level: str) -> None:
 
 @LEVELS
 def test_nested_arguments(level: str) -> None:
-    class Nested(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(16, 16)
+    def nested(m: Any, batch: dict[str, Any], pair: Any, *, scale: float = 1.0) -> torch.Tensor:
+        a, (b, _nothing) = pair
+        return m.linear(batch["x"] + a) * scale + b
 
-        def forward(self, batch: dict[str, Any], pair: Any, *, scale: float = 1.0) -> torch.Tensor:
-            a, (b, _nothing) = pair
-            return self.linear(batch["x"] + a) * scale + b
-
-    model = mpcompile(Nested(), dtype=torch.float16, level=level, emit="eager", strict=True)
+    model = module_of(nested, linear=nn.Linear(16, 16))
+    mpcompile(model, dtype=torch.float16, level=level, emit="eager", strict=True)
     x, a, b = leaf(8, 16), leaf(8, 16), torch.randn(16)
     out = model({"x": x, "unused": leaf(3)}, (a, [b, None]), scale=0.5)
     expected = F.linear(x + a, model.linear.weight, model.linear.bias) * 0.5 + b

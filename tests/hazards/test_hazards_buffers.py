@@ -182,18 +182,13 @@ def test_those_that_are_replaced(named: str, level: str) -> None:
 
 
 def test_what_the_program_makes_infinite_stays_so() -> None:
-    class Mask(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(10, 10)
-            self.register_buffer("mask", torch.zeros(10))
+    def forward(m: Any, x: torch.Tensor) -> Any:
+        with torch.no_grad():
+            m.mask[5:] = float("-inf")
+        return torch.softmax(m.layer(x) + m.mask, -1)
 
-        def forward(self, x: torch.Tensor) -> Any:
-            with torch.no_grad():
-                self.mask[5:] = float("-inf")
-            return torch.softmax(self.layer(x) + self.mask, -1)
-
-    model = mpcompile(Mask(), dtype=torch.float16, emit="aot_eager")
+    model = module_of(forward, layer=nn.Linear(10, 10), mask=nn.Buffer(torch.zeros(10)))
+    mpcompile(model, dtype=torch.float16, emit="aot_eager")
     model(torch.randn(4, 10)).square().sum().backward()
     assert torch.equal(model.mask.isfinite(), torch.arange(10) < 5)
 

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from compare import LEVELS, leaf
 from expecttest import assert_expected_inline
 from graphs import Stage, ran_twice
+from module_of import module_of
 from torch import nn
 
 from mpcompile import ir
@@ -19,21 +20,19 @@ from mpcompile.rules.policy import Policy
 # -- small programs --------------------------------------------------------------------------------
 
 
-class Block(nn.Module):
+def block() -> Any:
     """A residual branch with a norm, as transformers have it."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 12), nn.Linear(12, 8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h = self.down(F.gelu(self.up(self.norm(x))).view(-1, 12))
+    def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
+        h = m.down(F.gelu(m.up(m.norm(x))).view(-1, 12))
         return (x + h.view(x.shape)).mean(-1)
+
+    return module_of(forward, norm=nn.LayerNorm(8), up=nn.Linear(8, 12), down=nn.Linear(12, 8))
 
 
 @LEVELS
 def test_the_residual_stream_is_added_in_fp32(level: str) -> None:
-    stage = ran_twice(plan, Block(), leaf(2, 3, 8), level=level)
+    stage = ran_twice(plan, block(), leaf(2, 3, 8), level=level)
     stage.expect_marks("""\
 layer_norm: FULL [table]
 linear: LOW [table]
@@ -49,7 +48,7 @@ mean: FULL [table]
 
 
 def test_o3_everything_low() -> None:
-    stage = ran_twice(plan, Block(), leaf(2, 3, 8), level="O3")
+    stage = ran_twice(plan, block(), leaf(2, 3, 8), level="O3")
     assert ": FULL" not in stage.marks
 
 
@@ -264,22 +263,18 @@ mean: FULL [table]
     assert decisions(stage) == expected
 
 
-class Tagger(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.tokens, self.lstm = nn.Embedding(10, 16), nn.LSTM(16, 16, batch_first=True)
-        self.head = nn.Linear(16, 10)
-
-    def forward(self, idx: torch.Tensor) -> torch.Tensor:
-        x, _ = self.lstm(self.tokens(idx))
-        return F.cross_entropy(self.head(F.dropout(x)).flatten(0, 1), idx.flatten())
+def tagger_loss(m: Any, idx: torch.Tensor) -> torch.Tensor:
+    x, _ = m.lstm(m.tokens(idx))
+    return F.cross_entropy(m.head(F.dropout(x)).flatten(0, 1), idx.flatten())
 
 
 @LEVELS
 def test_an_lstm_head(level: str) -> None:
     """The same at both: nothing in it is stored that isn't low."""
+    lstm = nn.LSTM(16, 16, batch_first=True)
+    model = module_of(tagger_loss, tokens=nn.Embedding(10, 16), lstm=lstm, head=nn.Linear(16, 10))
     with torch._dynamo.config.patch(allow_rnn=True):
-        stage = Stage(plan, Tagger(), torch.zeros(2, 4, dtype=torch.int64), level=level)
+        stage = Stage(plan, model, torch.zeros(2, 4, dtype=torch.int64), level=level)
     stage.run_twice()
     assert_expected_inline(
         decisions(stage),
