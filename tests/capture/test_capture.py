@@ -66,8 +66,15 @@ def test_module_path_and_source_line_survive() -> None:
 
 
 def test_inputs_keep_what_dynamo_wrote() -> None:
-    model = module_of(lambda m, x: m.linear(x), linear=nn.Linear(4, 4))
-    gm = captured(model, torch.randn(2, 4))
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.linear(x)
+
+    gm = captured(Net(), torch.randn(2, 4))
     inputs = {n.name: n for n in gm.graph.find_nodes(op="placeholder")}
     assert {n for n, node in inputs.items() if ir.is_parameter(node)} == {
         "linear_weight", "linear_bias",

@@ -20,19 +20,21 @@ from mpcompile.rules.policy import Policy
 # -- small programs --------------------------------------------------------------------------------
 
 
-def block() -> Any:
+class Block(nn.Module):
     """A residual branch with a norm, as transformers have it."""
 
-    def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
-        h = m.down(F.gelu(m.up(m.norm(x))).view(-1, 12))
-        return (x + h.view(x.shape)).mean(-1)
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 12), nn.Linear(12, 8)
 
-    return module_of(forward, norm=nn.LayerNorm(8), up=nn.Linear(8, 12), down=nn.Linear(12, 8))
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.down(F.gelu(self.up(self.norm(x))).view(-1, 12))
+        return (x + h.view(x.shape)).mean(-1)
 
 
 @LEVELS
 def test_the_residual_stream_is_added_in_fp32(level: str) -> None:
-    stage = ran_twice(plan, block(), leaf(2, 3, 8), level=level)
+    stage = ran_twice(plan, Block(), leaf(2, 3, 8), level=level)
     stage.expect_marks("""\
 layer_norm: FULL [table]
 linear: LOW [table]
@@ -48,7 +50,7 @@ mean: FULL [table]
 
 
 def test_o3_everything_low() -> None:
-    stage = ran_twice(plan, block(), leaf(2, 3, 8), level="O3")
+    stage = ran_twice(plan, Block(), leaf(2, 3, 8), level="O3")
     assert ": FULL" not in stage.marks
 
 

@@ -156,25 +156,23 @@ def test_a_step_within_the_backward_is_judged_as_well() -> None:
 BOUNDED = ["sigmoid", "maximum", "minimum"]
 
 
-class Bounded(nn.Module):
+def bounded() -> Any:
     """Its user says that the bound may be rounded: to 1, where a logit is infinite. (After a
     clamp, torch 2.14 knows that there is no gradient.)
     """
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(16, 4)
-        self.bounds = nn.Buffer(torch.tensor([[1e-4], [1 - 1e-4]]))
+    def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
+        least, most = m.bounds
+        return torch.logit((50 * m.layer(x)).sigmoid().maximum(least).minimum(most))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        least, most = self.bounds
-        return torch.logit((50 * self.layer(x)).sigmoid().maximum(least).minimum(most))
+    bounds = nn.Buffer(torch.tensor([[1e-4], [1 - 1e-4]]))
+    return module_of(forward, layer=nn.Linear(16, 4), bounds=bounds)
 
 
 def test_of_an_fp32_operator_what_feeds_it_is_pinned() -> None:
     x, y = data()
     policy = Policy(low=BOUNDED)
-    model = mixed(Bounded(), loss_scale=1.0, level="O2", policy=policy, repair=True)
+    model = mixed(bounded(), loss_scale=1.0, level="O2", policy=policy, repair=True)
     losses, said = trained(model, lambda out: (out - y).square().mean(), x, steps=8)
     (event,) = loss_scale_of(model).repairs.events
     assert "logit = aten::logit: its result is not finite because what it reads was" in event
