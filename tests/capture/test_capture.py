@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from compare import LEVELS, SETTINGS, assert_near, check, leaf, weighted_sum
 from graphs import captured
+from module_of import module_of
 from torch import fx, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -238,16 +239,12 @@ def test_sizes_that_depend_on_data(level: str) -> None:
 
 @LEVELS
 def test_nested_arguments(level: str) -> None:
-    class Nested(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(16, 16)
+    def nested(m: Any, batch: dict[str, Any], pair: Any, *, scale: float = 1.0) -> torch.Tensor:
+        a, (b, _nothing) = pair
+        return m.linear(batch["x"] + a) * scale + b
 
-        def forward(self, batch: dict[str, Any], pair: Any, *, scale: float = 1.0) -> torch.Tensor:
-            a, (b, _nothing) = pair
-            return self.linear(batch["x"] + a) * scale + b
-
-    model = mpcompile(Nested(), dtype=torch.float16, level=level, emit="eager", strict=True)
+    model = module_of(nested, linear=nn.Linear(16, 16))
+    mpcompile(model, dtype=torch.float16, level=level, emit="eager", strict=True)
     x, a, b = leaf(8, 16), leaf(8, 16), torch.randn(16)
     out = model({"x": x, "unused": leaf(3)}, (a, [b, None]), scale=0.5)
     expected = F.linear(x + a, model.linear.weight, model.linear.bias) * 0.5 + b

@@ -159,17 +159,12 @@ def test_a_module_is_copied_and_pickled_as_without_the_method() -> None:
 # -- compiled around -------------------------------------------------------------------------------
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(16, 16), nn.Linear(16, 16)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.b(self.a(x).relu())
+def made() -> nn.Module:
+    return nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16))
 
 
 def both() -> tuple[nn.Module, nn.Module]:
-    net, reference = Net(), Net()
+    net, reference = made(), made()
     reference.load_state_dict(net.state_dict())
     return mpcompile(net, dtype=torch.float16, emit="aot_eager"), reference
 
@@ -197,7 +192,7 @@ def test_as_one_graph_it_can_not_be() -> None:
 
 @pytest.mark.parametrize("is_step", [False, True])
 def test_a_function_compiled_around(is_step: bool) -> None:
-    net, x = Net(), torch.randn(4, 16)
+    net, x = made(), torch.randn(4, 16)
 
     def forward(x: Tensor) -> Tensor:
         out = net(x)

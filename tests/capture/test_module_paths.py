@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from compare import SETTINGS, check
+from module_of import module_of
 from torch import Tensor, nn
 
 from mpcompile import Policy, compiled_plans, diagnose, explain, mpcompile
@@ -74,25 +75,23 @@ def test_a_policy_finds_the_module(pinned: str) -> None:
 def test_a_fault_is_in_the_module_that_was_called(number: int) -> None:
     """Both run the code that Dynamo compiled for the first."""
     model = nn.Sequential(Broken(), Broken())
-    broken: Broken = model[number]  # type: ignore[assignment]
     with torch.no_grad():
-        broken.second.weight.fill_(60000.0)
-        broken.second.bias.fill_(60000.0)
-        broken.first.bias.fill_(10.0)
         model[1].first.weight.fill_(0.0)  # type: ignore[union-attr, operator]
-    report = diagnose(model, torch.ones(2, 4), dtype=torch.float16)
-    assert report.first.node.module == f"{number}.second"
+    assert faulty_module(model, model[number]) == f"{number}.second"
 
 
 def test_a_fault_has_its_whole_path() -> None:
     model = Model()
-    broken: Broken = model.blocks[1][0]  # type: ignore[assignment, index]
+    assert faulty_module(model, model.blocks[1][0]) == "blocks.1.0.second"  # type: ignore[index]
+
+
+def faulty_module(model: nn.Module, broken: Any) -> str:
+    """The path that is told of a fault in this part."""
     with torch.no_grad():
         broken.second.weight.fill_(60000.0)
         broken.second.bias.fill_(60000.0)
         broken.first.bias.fill_(10.0)
-    report = diagnose(model, torch.ones(2, 4), dtype=torch.float16)
-    assert report.first.node.module == "blocks.1.0.second"
+    return diagnose(model, torch.ones(2, 4), dtype=torch.float16).first.node.module
 
 
 # -- sizes that depend on values -------------------------------------------------------------------
@@ -130,29 +129,24 @@ def test_experts_in_a_loop(level: str, emit: str, empty: bool) -> None:
     assert [n.op for n in plan.nodes if n.precision == "LOW"].count("aten::linear") == 7
 
 
-class Program(nn.Module):
-    def __init__(self, kind: Callable[..., Tensor]) -> None:
-        super().__init__()
-        self.kind, self.first, self.last = kind, nn.Linear(8, 8), nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.kind(self, x)
+def program(kind: Callable[..., Tensor]) -> Any:
+    return module_of(kind, first=nn.Linear(8, 8), last=nn.Linear(8, 8))
 
 
-def masked_tokens(net: Program, x: Tensor) -> Tensor:
+def masked_tokens(net: Any, x: Tensor) -> Tensor:
     keep = x[:, 0] > 0.3
     return F.cross_entropy(net.last(net.first(x)[keep]), torch.arange(6)[keep])
 
 
-def selected(net: Program, x: Tensor) -> Tensor:
+def selected(net: Any, x: Tensor) -> Tensor:
     return net.last(net.first(x).masked_select((x > -9).detach()).view(-1, 8))
 
 
-def repeated(net: Program, x: Tensor) -> Tensor:
+def repeated(net: Any, x: Tensor) -> Tensor:
     return net.last(net.first(x).repeat_interleave(torch.arange(6) % 3, dim=0))
 
 
-def returned(net: Program, x: Tensor) -> Tensor:
+def returned(net: Any, x: Tensor) -> Tensor:
     return net.last(net.first(x))[x[:, 0] > 0.3]
 
 
@@ -161,7 +155,7 @@ PROGRAMS = [masked_tokens, selected, repeated, returned]
 
 @pytest.mark.parametrize("kind", PROGRAMS, ids=lambda p: p.__name__)
 def test_one_graph(kind: Callable[..., Tensor]) -> None:
-    seen = check(Program(kind), torch.rand(6, 8), emit="aot_eager", low=["linear"])
+    seen = check(program(kind), torch.rand(6, 8), emit="aot_eager", low=["linear"])
     assert len(seen.plans) == 1
 
 
@@ -176,7 +170,7 @@ def test_broken_where_it_can_not_be_compiled(level: str, monkeypatch: pytest.Mon
         return compiling(gm, *args, **kwargs)
 
     monkeypatch.setattr(graph_function, "_emit", refusing)
-    net = mpcompile(Program(selected), level=level, dtype=torch.float16, emit="aot_eager")
+    net = mpcompile(program(selected), level=level, dtype=torch.float16, emit="aot_eager")
     x = torch.rand(6, 8)
     net(x).sum().backward()
     assert len(compiled_plans(net)) == 2
@@ -185,5 +179,5 @@ def test_broken_where_it_can_not_be_compiled(level: str, monkeypatch: pytest.Mon
 
 
 def test_explained_as_it_is_compiled() -> None:
-    (graph,) = explain(Program(repeated), torch.rand(6, 8)).graphs
+    (graph,) = explain(program(repeated), torch.rand(6, 8)).graphs
     assert graph.left is None

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from module_of import function_of
+from module_of import function_of, module_of
 from torch import fx, nn
 
 from mpcompile import LossScale, MPOptimizer, diagnose, mpcompile
@@ -315,18 +315,13 @@ def test_half_inputs_and_keywords() -> None:
     assert diagnose(Named(), torch.ones(4, 8).half(), gain=2.0, **FP16).faults == ()
 
 
-class Masked(nn.Module):
+def masked(fused: bool) -> Any:
     """Attention whose first row may attend to nothing."""
 
-    def __init__(self, fused: bool) -> None:
-        super().__init__()
-        self.attention, self.fused = nn.MultiheadAttention(16, 2, batch_first=True), fused
+    def forward(m: Any, x: torch.Tensor, empty: torch.Tensor) -> torch.Tensor:
+        return m.attention(x, x, x, key_padding_mask=empty, need_weights=not fused)[0]
 
-    def forward(self, x: torch.Tensor, empty: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.attention(
-            x, x, x, key_padding_mask=empty, need_weights=not self.fused
-        )[0]
-        return out
+    return module_of(forward, attention=nn.MultiheadAttention(16, 2, batch_first=True))
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -334,7 +329,7 @@ def test_a_row_that_is_masked_out_completely(fused: bool) -> None:
     """F.scaled_dot_product_attention makes zeros of it, the softmax of MultiheadAttention NaN."""
     empty = torch.zeros(2, 6, dtype=torch.bool)
     empty[0] = True
-    report = diagnose(Masked(fused), torch.randn(2, 6, 16), empty, **FP16)
+    report = diagnose(masked(fused), torch.randn(2, 6, 16), empty, **FP16)
     assert [fault.kind for fault in report.faults] == ([] if fused else [FaultKind.OWN])
     for fault in report.faults:
         assert (fault.node.op, fault.node.module) == ("aten::softmax", "attention")

@@ -78,16 +78,13 @@ def tagger() -> nn.Module:
     )
 
 
-class Gan(nn.Module):
+def gan() -> nn.Module:
     """A generator and a critic, whose results nearly cancel."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.generator = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 16), nn.Tanh())
-        self.critic = nn.Sequential(nn.Linear(16, 32), nn.LeakyReLU(), nn.Linear(32, 1))
-
-    def forward(self, z: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
-        return self.critic(self.generator(z)) - self.critic(real)
+    return module_of(
+        lambda m, z, real: m.critic(m.generator(z)) - m.critic(real),
+        generator=nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 16), nn.Tanh()),
+        critic=nn.Sequential(nn.Linear(16, 32), nn.LeakyReLU(), nn.Linear(32, 1)),
+    )
 
 
 class Odd(nn.Module):
@@ -159,7 +156,7 @@ MODELS: Mapping[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Any, ...]
     ),
     "convnet": (ConvNet, lambda: (torch.randn(4, 3, 8, 8),), labelled),
     "lstm": (tagger, lambda: (tokens(),), labelled),
-    "gan": (Gan, lambda: (torch.randn(16, 8), torch.randn(16, 16)), None),
+    "gan": (gan, lambda: (torch.randn(16, 8), torch.randn(16, 16)), None),
     "odd": (Odd, lambda: (torch.randn(8, 16),), lambda out: out["h"].square().mean()),
     "broken": (Broken, lambda: (torch.randn(8, 16),), None),
 }

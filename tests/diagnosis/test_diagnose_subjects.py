@@ -1,11 +1,13 @@
 """What `explain`, `diagnose` and `calibrate` may be asked about, and what they refuse."""
 
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from module_of import module_of
 from torch import nn
 
 from mpcompile import MPCompileError, calibrate, diagnose, explain, mpcompile
@@ -13,7 +15,7 @@ from mpcompile import MPCompileError, calibrate, diagnose, explain, mpcompile
 X = torch.ones(2, 4)
 
 
-def hot() -> nn.Module:
+def hot() -> nn.Sequential:
     """Its result leaves FP16's range."""
     model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
     with torch.no_grad():
@@ -22,17 +24,9 @@ def hot() -> nn.Module:
     return model
 
 
-class Wrapper(nn.Module):
+def wrapper_of(*modules: nn.Module) -> nn.Module:
     """As a trainer's or DDP's."""
-
-    def __init__(self, *modules: nn.Module) -> None:
-        super().__init__()
-        self.inner = nn.ModuleList(modules)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for module in self.inner:
-            x = module(x)
-        return x
+    return nn.Sequential(OrderedDict(inner=nn.Sequential(*modules)))
 
 
 def compiled(**options: Any) -> nn.Module:
@@ -40,7 +34,7 @@ def compiled(**options: Any) -> nn.Module:
 
 
 def test_a_wrappers_options_are_those_of_the_module_inside() -> None:
-    wrapper = Wrapper(compiled())
+    wrapper = wrapper_of(compiled())
     report = diagnose(wrapper, X)
     assert (report.level, report.dtype) == ("O2", "float16")
     assert report.first.node.module == "inner.0.1"
@@ -49,7 +43,7 @@ def test_a_wrappers_options_are_those_of_the_module_inside() -> None:
 
 
 def test_several_modules_inside_are_refused() -> None:
-    wrapper = Wrapper(compiled(), compiled())
+    wrapper = wrapper_of(compiled(), compiled())
     for ask in (explain, diagnose):
         with pytest.raises(MPCompileError, match=r"\(inner\.0, inner\.1\): ask about one of them"):
             ask(wrapper, X)
@@ -100,22 +94,13 @@ def test_the_loss_function_of_calibrate_takes_model_and_batch() -> None:
 
 def test_a_gradient_that_meets_a_zero_is_no_fault() -> None:
     """The derivative of the root is infinite where relu's is zero."""
-
-    class Root(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(4, 4, bias=False)
-            with torch.no_grad():
-                self.layer.weight.copy_(torch.eye(4) - 0.5)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return F.relu(self.layer(x)).sqrt()
-
+    model = module_of(lambda m, x: F.relu(m.layer(x)).sqrt(), layer=nn.Linear(4, 4, bias=False))
+    with torch.no_grad():
+        model.layer.weight.copy_(torch.eye(4) - 0.5)
     x = torch.tensor([[1.0, 0.0, 0.0, 0.0]])
-    model = Root()
     model(x).sum().backward()
     assert model.layer.weight.grad.isfinite().all()  # the premise
-    assert diagnose(Root(), x, dtype=torch.float16).faults == ()
+    assert diagnose(model, x, dtype=torch.float16).faults == ()
 
 
 def test_an_input_that_is_not_finite_is_named() -> None:
@@ -124,17 +109,13 @@ def test_an_input_that_is_not_finite_is_named() -> None:
 
 
 def test_a_name_in_several_graphs_is_told() -> None:
-    class Broken(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.second = hot()
+    def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
+        y = m.first(x)
+        torch._dynamo.graph_break()
+        return m.second(y)
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            y = self.first(x)
-            torch._dynamo.graph_break()
-            return self.second(y)
-
-    report = diagnose(Broken(), X, dtype=torch.float16)
+    first, second = hot()
+    report = diagnose(module_of(forward, first=first, second=second), X, dtype=torch.float16)
     assert report.first.node.module == "second"
     assert any("several graphs have a node of this name" in note for note in report.notes)
 

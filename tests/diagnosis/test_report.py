@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from module_of import module_of
 from page_parser import Page
 from reports import EVIL, faulty, histogram, node, numbers, report
 from rich.console import Console
@@ -22,15 +23,10 @@ from mpcompile.plans.graph_plan import GraphPlan
 # -- what diagnose counts --------------------------------------------------------------------------
 
 
-class Scaled(nn.Module):
+def scaled() -> Any:
     """Multiplies by a weight, and lets half of the results through."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.tensor([1.0, -1.0, 2.0, -2.0]))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.relu(x * self.weight)
+    weight = nn.Parameter(torch.tensor([1.0, -1.0, 2.0, -2.0]))
+    return module_of(lambda m, x: torch.relu(x * m.weight), weight=weight)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -38,7 +34,7 @@ def test_zeros_of_activation_gradients_are_counted(dtype: torch.dtype) -> None:
     """Of relu: four times 8. Of the product: 8 where it is positive, else 0. The weight's own
     gradient, 8 * x, is none of an activation.
     """
-    found = diagnose(Scaled(), torch.full((4,), 3.0), loss_fn=lambda y: 8 * y.sum(), dtype=dtype)
+    found = diagnose(scaled(), torch.full((4,), 3.0), loss_fn=lambda y: 8 * y.sum(), dtype=dtype)
     counted = dict(zip(EXPONENTS, found.histogram, strict=True))
     assert {exponent: n for exponent, n in counted.items() if n} == {3: 6}
     assert found.zeros == 2

@@ -1,5 +1,7 @@
 """autocast: regions of the user's own, and one around the whole call."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -19,31 +21,47 @@ def planned(result: Compared, op: str) -> list[str]:
     ]
 
 
-@LEVELS
-def test_disabled_autocast_keeps_fp32(level: str) -> None:
-    def program(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        h = F.linear(x, w)
+def disabled(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    h = F.linear(x, w)
+    with torch.autocast("cpu", enabled=False):
+        h = F.linear(h * 1, w)
+    return F.linear(h, w)
+
+
+def bf16_inside_fp16(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    h = F.linear(x, w)
+    with torch.autocast("cpu", torch.bfloat16):
+        h = F.linear(h.float(), w)
         with torch.autocast("cpu", enabled=False):
-            h = F.linear(h * 1, w)
-        return F.linear(h, w)
+            h = F.linear(h.float(), w)
+        h = F.linear(h, w)
+    return F.linear(h.float(), w)
 
-    result = check(program, leaf(8, 16), leaf(16, 16), level=level)
-    assert planned(result, "linear") == ["f16", "f32", "f16"]
+
+def broken_inside(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """Dynamo leaves the region with the first graph and enters it again with the second."""
+    h = F.linear(x, w)
+    with torch.autocast("cpu", enabled=False):
+        h = F.linear(h, w)
+        torch._dynamo.graph_break()
+        h = F.linear(h, w)
+    return F.linear(h, w)
 
 
 @LEVELS
-def test_bf16_autocast_inside_fp16(level: str) -> None:
-    def program(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        h = F.linear(x, w)
-        with torch.autocast("cpu", torch.bfloat16):
-            h = F.linear(h.float(), w)
-            with torch.autocast("cpu", enabled=False):
-                h = F.linear(h.float(), w)
-            h = F.linear(h, w)
-        return F.linear(h.float(), w)
-
-    result = check(program, leaf(8, 16), leaf(16, 16), level=level, tolerance=5e-2)
-    assert planned(result, "linear") == ["f16", "bf16", "f32", "bf16", "f16"]
+@pytest.mark.parametrize(
+    ("program", "types", "options"),
+    [
+        (disabled, "f16 f32 f16", {}),
+        (bf16_inside_fp16, "f16 bf16 f32 bf16 f16", {"tolerance": 5e-2}),
+        (broken_inside, "f16 f32 f32 f16", {"loss_scale": 64.0}),
+    ],
+)
+def test_a_region_of_the_users_own(
+    program: Any, types: str, options: dict[str, Any], level: str
+) -> None:
+    result = check(program, leaf(8, 16), leaf(16, 16), level=level, **options)
+    assert planned(result, "linear") == types.split()
 
 
 @SETTINGS
@@ -64,22 +82,6 @@ def test_call_under_an_ambient_autocast(level: str, emit: str) -> None:
     assert plan.counts()["LOW"] >= 2
     for a, e in zip(model.parameters(), reference.parameters(), strict=True):
         assert_near(a.grad, e.grad, "gradient", 5e-2)
-
-
-@LEVELS
-def test_graph_break_inside_a_region(level: str) -> None:
-    """Dynamo leaves the region with the first graph and enters it again with the second."""
-
-    def program(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        h = F.linear(x, w)
-        with torch.autocast("cpu", enabled=False):
-            h = F.linear(h, w)
-            torch._dynamo.graph_break()
-            h = F.linear(h, w)
-        return F.linear(h, w)
-
-    result = check(program, leaf(8, 16), leaf(16, 16), level=level, loss_scale=64.0)
-    assert planned(result, "linear") == ["f16", "f32", "f32", "f16"]
 
 
 def _filled(h: torch.Tensor, w: torch.Tensor) -> torch.Tensor:

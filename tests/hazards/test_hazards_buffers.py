@@ -49,18 +49,16 @@ class Images(nn.Module):
         return self.norm(h).flatten(1)
 
 
-class KeyEncoder(nn.Module):
+def key_encoder() -> nn.Module:
     """The batch norm of a momentum encoder, which runs without gradients."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.query = nn.Linear(10, 10)
-        self.key = nn.Sequential(nn.Linear(10, 10), nn.BatchNorm1d(10)).requires_grad_(False)
-
-    def forward(self, x: torch.Tensor) -> Any:
+    def forward(m: Any, x: torch.Tensor) -> Any:
         with torch.no_grad():
-            key = self.key(x)
-        return self.query(x) * key
+            key = m.key(x)
+        return m.query(x) * key
+
+    key = nn.Sequential(nn.Linear(10, 10), nn.BatchNorm1d(10)).requires_grad_(False)
+    return module_of(forward, query=nn.Linear(10, 10), key=key)
 
 
 def place(m: Any, h: torch.Tensor) -> torch.Tensor:
@@ -72,7 +70,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "of images": lambda: Images(nn.BatchNorm2d(10), 2),
     "of volumes": lambda: Images(nn.BatchNorm3d(10), 3),
     "instance norm": lambda: Images(nn.InstanceNorm1d(10, track_running_stats=True), 1),
-    "of a momentum encoder": KeyEncoder,
+    "of a momentum encoder": key_encoder,
     "an average": lambda: Buffers(lambda m, h: m.row.mul_(0.9).add_(h.mean(0), alpha=0.1)),
     "lerp_": lambda: Buffers(lambda m, h: m.row.lerp_(h.mean(0), 0.1)),
     "copy_": lambda: Buffers(lambda m, h: m.row.copy_(0.9 * m.row + 0.1 * h.mean(0))),
@@ -182,18 +180,13 @@ def test_those_that_are_replaced(named: str, level: str) -> None:
 
 
 def test_what_the_program_makes_infinite_stays_so() -> None:
-    class Mask(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(10, 10)
-            self.register_buffer("mask", torch.zeros(10))
+    def forward(m: Any, x: torch.Tensor) -> Any:
+        with torch.no_grad():
+            m.mask[5:] = float("-inf")
+        return torch.softmax(m.layer(x) + m.mask, -1)
 
-        def forward(self, x: torch.Tensor) -> Any:
-            with torch.no_grad():
-                self.mask[5:] = float("-inf")
-            return torch.softmax(self.layer(x) + self.mask, -1)
-
-    model = mpcompile(Mask(), dtype=torch.float16, emit="aot_eager")
+    model = module_of(forward, layer=nn.Linear(10, 10), mask=nn.Buffer(torch.zeros(10)))
+    mpcompile(model, dtype=torch.float16, emit="aot_eager")
     model(torch.randn(4, 10)).square().sum().backward()
     assert torch.equal(model.mask.isfinite(), torch.arange(10) < 5)
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from compare import LEVELS, SETTINGS, check, leaf
-from module_of import module_of
+from module_of import function_of, module_of
 from torch import fx, nn
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -188,20 +188,15 @@ def test_result_is_an_input(level: str) -> None:
 
 @LEVELS
 def test_custom_function_in_a_body(level: str, graphs: list[fx.GraphModule]) -> None:
-    class Square(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-            ctx.save_for_backward(x)
-            return x * x
+    def square(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x * x
 
-        @staticmethod
-        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-            (x,) = ctx.saved_tensors
-            return grad.clamp(-1e-3, 1e-3) * 5 * x
+    own = function_of(square, lambda ctx, g: g.clamp(-1e-3, 1e-3) * 5 * ctx.saved_tensors[0])
 
     def forward(m: Any, x: torch.Tensor) -> Any:
         def body(y: torch.Tensor) -> Any:
-            return m.b(Square.apply(m.a(y)))
+            return m.b(own.apply(m.a(y)))
 
         return checkpoint(body, x, use_reentrant=False)
 

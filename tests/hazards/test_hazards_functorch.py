@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from compare import LEVELS
+from module_of import module_of
 from torch import nn
 from torch.func import grad, grad_and_value, hessian, jacfwd, jacrev, jvp, vjp, vmap
 
@@ -122,15 +123,10 @@ class Places(nn.Module):
         return first, middle, last, self.transform(x, w[7])
 
 
-class Alone(nn.Module):
+def alone(transform: Transformed) -> nn.Module:
     """Nothing but the transform."""
-
-    def __init__(self, transform: Transformed) -> None:
-        super().__init__()
-        self.transform, self.weight = transform, nn.Parameter(torch.randn(WIDTH, WIDTH) / 4)
-
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return (self.transform(x, self.weight),)
+    weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / 4)
+    return module_of(lambda m, x: (transform(x, m.weight),), weight=weight)
 
 
 def loss_of(outs: tuple[torch.Tensor, ...], target: torch.Tensor | None = None) -> torch.Tensor:
@@ -161,14 +157,14 @@ def test_in_each_place(transform: Transformed, level: str) -> None:
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
 def test_alone(transform: Transformed) -> None:
-    compare_gradients(Alone(transform), "O2", "aot_eager")
+    compare_gradients(alone(transform), "O2", "aot_eager")
 
 
 @pytest.mark.slow("derivatives inside of graphs, in each place")
 @pytest.mark.parametrize("name", ["vmap", "jvp"])
 def test_under_inductor(name: str) -> None:
     """Forward mode, too, whose zeros Inductor doesn't take (`passes/joint/lowered_faults.py`)."""
-    compare_gradients(Alone(TRANSFORMS[name]), "O2", "inductor")
+    compare_gradients(alone(TRANSFORMS[name]), "O2", "inductor")
 
 
 @pytest.mark.slow("derivatives inside of graphs, in each place")
@@ -193,7 +189,7 @@ def test_in_a_whole_step(name: str, level: str) -> None:
 def test_products_that_stay_in_fp32_are_said_once(caplog: pytest.LogCaptureFixture) -> None:
     compile_log._say_products_stay.cache_clear()
     for _ in range(2):
-        model = mpcompile(Alone(_branches), dtype=torch.float16, emit="eager")
+        model = mpcompile(alone(_branches), dtype=torch.float16, emit="eager")
         model(torch.randn(WIDTH, WIDTH))
     (line,) = [r.getMessage() for r in caplog.records if r.name == "mpcompile"]
     assert "mpcompile: 1 matrix product stays in FP32 inside of calls" in line

@@ -209,8 +209,7 @@ class Recurrent(nn.Module):
         self.embed, self.layer, self.head = nn.Linear(8, 16), layer, nn.Linear(16, 4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h, _ = self.layer(self.embed(x))
-        return self.head(h)
+        return self.head(self.layer(self.embed(x))[0])
 
 
 LAYERS = {

@@ -23,13 +23,9 @@ torch.manual_seed(0)
 X, Y = torch.randn(4, 16), torch.randint(8, (4,))
 
 
-class Net(nn.Module):
+class Net(nn.Sequential):
     def __init__(self) -> None:
-        super().__init__()
-        self.a, self.norm, self.b = nn.Linear(16, 32), nn.LayerNorm(32), nn.Linear(32, 8)
-
-    def forward(self, x: torch.Tensor) -> Any:
-        return self.b(F.gelu(self.norm(self.a(x))))
+        super().__init__(nn.Linear(16, 32), nn.LayerNorm(32), nn.GELU(), nn.Linear(32, 8))
 
 
 def loss_of(net: nn.Module) -> torch.Tensor:
@@ -77,12 +73,12 @@ def batched(net: nn.Module) -> None:
 
 def jacobian(net: nn.Module, *, vectorize: bool) -> None:
     found = torch.autograd.functional.jacobian(net, X, vectorize=vectorize)
-    net.a.weight.grad = found.sum((0, 1, 2)).expand(32, 16).contiguous()
+    net[0].weight.grad = found.sum((0, 1, 2)).expand(32, 16).contiguous()
 
 
 def vjp(net: nn.Module) -> None:
     _, found = torch.autograd.functional.vjp(net, X, torch.ones(4, 8))
-    net.a.weight.grad = found.sum(0).expand(32, 16).contiguous()
+    net[0].weight.grad = found.sum(0).expand(32, 16).contiguous()
 
 
 def hooks_on_nodes(net: nn.Module) -> None:
@@ -102,7 +98,7 @@ def hooks_on_parameters(net: nn.Module) -> None:
     handles = [
         graph.register_multi_grad_hook(own, seen.append),
         net.register_full_backward_hook(lambda module, into, out: None),
-        net.a.weight.register_hook(lambda gradient: gradient * 2),
+        net[0].weight.register_hook(lambda gradient: gradient * 2),
         *(p.register_post_accumulate_grad_hook(seen.append) for p in own),
     ]
     out = net(X.clone().requires_grad_())
@@ -120,7 +116,7 @@ def twice(net: nn.Module) -> None:
 
 
 def of_inputs(net: nn.Module) -> None:
-    loss_of(net).backward(inputs=[net.a.weight])
+    loss_of(net).backward(inputs=[net[0].weight])
 
 
 def by_grad(net: nn.Module) -> None:

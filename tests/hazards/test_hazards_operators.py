@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from compare import LEVELS, SETTINGS, assert_near, check, fallback_reason, leaf, weighted_sum
 from fuzz_programs import AddTo, Clip, Straight
+from module_of import module_of
 from torch import nn
 from versions import since
 
@@ -246,17 +247,10 @@ class TwoOutputs(torch.autograd.Function):
         return left * mask * 0.5 + right.unsqueeze(-1) * 4, None
 
 
-class Around(nn.Module):
+def around(function: Any) -> Any:
     """Low-precision work before and after a function of the user's own."""
-
-    def __init__(self, function: Any) -> None:
-        super().__init__()
-        self.before, self.after = nn.Linear(16, 16), nn.Linear(16, 8)
-        self.function = function
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h: torch.Tensor = self.function(self.before(x))
-        return self.after(h)
+    layers = {"before": nn.Linear(16, 16), "after": nn.Linear(16, 8)}
+    return module_of(lambda m, x: m.after(function(m.before(x))), **layers)
 
 
 FUNCTIONS = {
@@ -276,13 +270,13 @@ def sum_of(results: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
 @SETTINGS
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_autograd_function_keeps_its_backward(name: str, level: str, emit: str) -> None:
-    check(Around(FUNCTIONS[name]), leaf(8, 16), level=level, emit=emit, low=["linear"])
+    check(around(FUNCTIONS[name]), leaf(8, 16), level=level, emit=emit, low=["linear"])
 
 
 @LEVELS
 def test_nonlinear_backward_sees_gradients_true_to_size(level: str) -> None:
     """At a scale of 32768 every scaled gradient would be clipped."""
-    check(Around(Clip.apply), leaf(8, 16), level=level, loss_scale=BIG_SCALE)
+    check(around(Clip.apply), leaf(8, 16), level=level, loss_scale=BIG_SCALE)
 
 
 @LEVELS

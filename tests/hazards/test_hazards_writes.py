@@ -184,6 +184,17 @@ def test_input_written(program: Any, level: str, emit: str) -> None:
     check(program, torch.randn(8, 16), leaf(16, 16), level=level, emit=emit, low=["linear"])
 
 
+def assert_as_in_fp32(program: Any, run: Callable[[Any], list[Any]], **options: Any) -> None:
+    """What `run` finds of the program compiled is what it finds of the program itself."""
+    fast = mpcompile(program, dtype=torch.float16, loss_scale=1024.0, strict=True, **options)
+    found = []
+    for function in (program, fast):
+        torch.manual_seed(0)
+        found.append(run(function))
+    for expected, actual in zip(*found, strict=True):
+        assert_near(actual, expected, "result or gradient", 1e-2)
+
+
 @SETTINGS
 def test_activation_written_that_comes_from_outside(level: str, emit: str) -> None:
     """`x += positions` at a module's entry: gradients pass both ways, true to size."""
@@ -193,17 +204,14 @@ def test_activation_written_that_comes_from_outside(level: str, emit: str) -> No
         h[:, 1:].mul_(2)
         return F.linear(h, w)
 
-    x, w = leaf(8, 16), leaf(16, 16)
-    options = {"emit": emit, "level": level, "loss_scale": 128.0, "strict": True}
-    fast = mpcompile(program, dtype=torch.float16, **options)
-    found = []
-    for run in (program, fast):
+    def run(function: Any) -> list[Any]:
+        x, w = leaf(8, 16), leaf(16, 16)
         h = x * 2
-        out = run(h, w)
-        loss = out.square().mean() + h.square().mean()  # h, as it was written
-        found.append([h.detach(), out.detach(), *torch.autograd.grad(loss, [x, w])])
-    for expected, actual in zip(*found, strict=True):
-        assert_near(actual, expected, "result or gradient", 1e-2)
+        out = function(h, w)
+        (out.square().mean() + h.square().mean()).backward()  # h, as it was written
+        return [h.detach(), out.detach(), x.grad, w.grad]
+
+    assert_as_in_fp32(program, run, emit=emit, level=level)
 
 
 def test_input_written_and_returned() -> None:
@@ -211,17 +219,15 @@ def test_input_written_and_returned() -> None:
         h += 1
         return h, F.linear(h, w)
 
-    x, w = leaf(8, 16), leaf(16, 16)
-    options = {"emit": "aot_eager", "loss_scale": 128.0, "strict": True}
-    fast = mpcompile(program, dtype=torch.float16, **options)
-    found = []
-    for run in (program, fast):
+    def run(function: Any) -> list[Any]:
+        x, w = leaf(8, 16), leaf(16, 16)
         h = x * 2
-        same, out = run(h, w)
+        same, out = function(h, w)
         assert same is h
-        found.append(torch.autograd.grad(out.square().mean() + same.mean(), [x, w]))
-    for expected, actual in zip(*found, strict=True):
-        assert_near(actual, expected, "gradient", 1e-2)
+        (out.square().mean() + same.mean()).backward()
+        return [x.grad, w.grad]
+
+    assert_as_in_fp32(program, run, emit="aot_eager")
 
 
 @pytest.mark.parametrize("write", ["h", "view"])
@@ -237,8 +243,7 @@ def test_input_written_and_views_of_it_returned(level: str, emit: str, write: st
             early[0].mul_(w[0])
         return h[0], early, F.linear(h * 2, w)
 
-    def run(function: Any) -> list[torch.Tensor]:
-        torch.manual_seed(0)
+    def run(function: Any) -> list[Any]:
         x, w = leaf(8, 16), leaf(16, 16)
         h = x * w[0]
         row, early, out = function(h, w)
@@ -247,10 +252,7 @@ def test_input_written_and_views_of_it_returned(level: str, emit: str, write: st
         (h.square().sum() + row.sum() + out.sum()).backward()
         return [h.detach(), out.detach(), x.grad, w.grad]
 
-    options: Any = {"level": level, "emit": emit, "loss_scale": 1024.0, "strict": True}
-    fast = mpcompile(program, dtype=torch.float16, **options)
-    for mine, theirs in zip(run(fast), run(program), strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=2e-2, atol=2e-2)
+    assert_as_in_fp32(program, run, level=level, emit=emit)
 
 
 @SETTINGS
@@ -261,15 +263,12 @@ def test_what_the_backward_reads_of_a_buffer_that_was_written(level: str, emit: 
         buffer.sub_(w, alpha=0.5)
         return torch.outer(buffer, w)
 
-    def run(function: Any) -> torch.Tensor | None:
-        torch.manual_seed(0)
+    def run(function: Any) -> list[Any]:
         buffer, w = torch.randn(8), leaf(8)
         (function(buffer, w).sum() + buffer.sum()).backward()
-        return w.grad
+        return [w.grad]
 
-    options: Any = {"level": level, "emit": emit, "loss_scale": 1024.0, "strict": True}
-    fast = mpcompile(program, dtype=torch.float16, **options)
-    torch.testing.assert_close(run(fast), run(program), rtol=2e-2, atol=2e-2)
+    assert_as_in_fp32(program, run, level=level, emit=emit)
 
 
 @SETTINGS
@@ -281,21 +280,16 @@ def test_batch_norm_statistics(level: str, emit: str) -> None:
 
 @SETTINGS
 def test_buffers_of_the_users_own(level: str, emit: str) -> None:
-    class Counter(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(16, 16)
-            self.register_buffer("calls", torch.tensor(0))
-            self.register_buffer("average", torch.zeros(16))
-            self.register_buffer("last", torch.zeros(8, 16), persistent=False)
+    def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
+        h = m.linear(x)
+        m.calls += 1
+        with torch.no_grad():
+            m.average.lerp_(h.mean(0), 0.1)
+        m.last = h.detach()
+        return m.linear(h)
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            h = self.linear(x)
-            self.calls += 1
-            with torch.no_grad():
-                self.average.lerp_(h.mean(0), 0.1)
-            self.last = h.detach()
-            return self.linear(h)
-
-    result = check(Counter(), leaf(8, 16), level=level, steps=3, emit=emit, low=["linear"])
+    calls, average = nn.Buffer(torch.tensor(0)), nn.Buffer(torch.zeros(16))
+    last = nn.Buffer(torch.zeros(8, 16), persistent=False)
+    model = module_of(forward, linear=nn.Linear(16, 16), calls=calls, average=average, last=last)
+    result = check(model, leaf(8, 16), level=level, steps=3, emit=emit, low=["linear"])
     assert result.model.calls == 3

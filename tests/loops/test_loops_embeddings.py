@@ -8,29 +8,28 @@ import pytest
 import torch
 import torch.nn.functional as F
 from loops import MOSTLY_O1, O1, O2, PLAIN, WAYS, Way, agreeing, same, snapshot
+from module_of import module_of
 from torch import nn
 from torch.func import functional_call
 
 from mpcompile import MPCompileError
 
 
-class Bags(nn.Module):
+def bags(mode: str) -> Any:
     """Bags of words of any length, each word with a weight."""
 
-    def __init__(self, mode: str, sparse: bool = False) -> None:
-        super().__init__()
-        self.bag = nn.EmbeddingBag(30, 16, mode=mode, sparse=sparse)
-        self.head = nn.Linear(16, 4)
+    def forward(m: Any, words: torch.Tensor, offsets: torch.Tensor, weights: Any) -> torch.Tensor:
+        return m.head(m.bag(words, offsets, per_sample_weights=weights))
 
-    def forward(self, words: torch.Tensor, offsets: torch.Tensor, weights: Any) -> torch.Tensor:
-        return self.head(self.bag(words, offsets, per_sample_weights=weights))
+    bag = nn.EmbeddingBag(30, 16, mode=mode)
+    return module_of(forward, bag=bag, head=nn.Linear(16, 4))
 
 
 @MOSTLY_O1
 @pytest.mark.parametrize("mode", ["sum", "mean", "max"])
 @agreeing()
 def test_embedding_bag(mode: str, way: Way) -> None:
-    model = way.model(Bags(mode))
+    model = way.model(bags(mode))
     optimizer = way.optimizer(torch.optim.SGD(model.parameters(), lr=0.5))
     words, y = torch.randint(30, (4, 20)), torch.randint(4, (4, 5))
     offsets = torch.tensor([0, 4, 4, 9, 17])  # the second bag is empty
@@ -40,20 +39,19 @@ def test_embedding_bag(mode: str, way: Way) -> None:
         update(F.cross_entropy(logits, y[step]))
 
 
-class Words(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Embedding(30, 16, sparse=True)
-        self.hidden, self.head = nn.Linear(16, 32), nn.Linear(32, 4)
-
-    def forward(self, words: torch.Tensor) -> torch.Tensor:
-        return self.head(F.relu(self.hidden(self.table(words)).mean(1)))
+def words_net() -> Any:
+    return module_of(
+        lambda m, words: m.head(F.relu(m.hidden(m.table(words)).mean(1))),
+        table=nn.Embedding(30, 16, sparse=True),
+        hidden=nn.Linear(16, 32),
+        head=nn.Linear(32, 4),
+    )
 
 
 @agreeing(WAYS, tolerance=0.05, bf16=0.3)
 def test_sparse_embeddings_with_sparse_adam(way: Way) -> None:
     """SparseAdam for the table, as it is; any optimizer for the rest."""
-    model = way.model(Words())
+    model = way.model(words_net())
     sparse = torch.optim.SparseAdam(model.table.parameters(), lr=0.01, eps=1e-3)
     if way.plain:  # what `way.optimizer` would do
         sparse.register_step_pre_hook(lambda *_: sparse.zero_grad() if way.planting else None)
@@ -73,7 +71,7 @@ def test_sparse_embeddings_with_sparse_adam(way: Way) -> None:
 
 def test_sparse_gradients_are_refused_by_an_mpoptimizer_before_anything_changes() -> None:
     way = O2.again
-    model = way.model(Words())
+    model = way.model(words_net())
     optimizer = way.optimizer(torch.optim.SGD(model.parameters(), lr=0.5))
     before = snapshot([model])
     model(torch.randint(30, (6, 5))).square().sum().backward()

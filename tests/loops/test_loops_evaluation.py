@@ -13,14 +13,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from mpcompile import LossScale, MPCompileWarning, loss_scale_of, mpcompile
 
 
-class Classifier(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.hidden, self.norm = nn.Linear(16, 32), nn.BatchNorm1d(32)
-        self.drop, self.head = nn.Dropout(0.0), nn.Linear(32, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.drop(F.relu(self.norm(self.hidden(x)))))
+def classifier() -> nn.Module:
+    layers = nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.0), nn.Linear(32, 4)
+    return nn.Sequential(*layers)
 
 
 def data(size: int) -> DataLoader[Any]:
@@ -33,7 +28,7 @@ def data(size: int) -> DataLoader[Any]:
 def test_epochs_with_evaluation_and_a_smaller_last_batch(way: Way) -> None:
     """20 samples to train on in batches of 8, 8 and 4; 27 to evaluate on, the last batch of 3."""
     train, test = data(20), data(27)
-    model = way.model(Classifier())
+    model = way.model(classifier())
     optimizer = way.optimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
     batches = iter([b for _ in range(2) for b in train])
     for step, factor in way.steps(6, model, optimizer, planted=4):
@@ -88,7 +83,7 @@ def test_an_evaluation_that_forgot_no_grad(way: Way) -> None:
 def test_compiled_twice() -> None:
     """The last call counts: its scale is the one that backs off."""
     first = LossScale.dynamic(init_scale=512.0)
-    model = mpcompile(Classifier(), dtype=torch.float16, emit="eager", loss_scale=first)
+    model = mpcompile(classifier(), dtype=torch.float16, emit="eager", loss_scale=first)
     scale = LossScale.dynamic(init_scale=1024.0)
     model = mpcompile(model, dtype=torch.float16, emit="eager", loss_scale=scale)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -105,7 +100,7 @@ def test_compiled_twice() -> None:
 
 def test_a_grad_scaler_left_in() -> None:
     """Its steps are skipped until its own scale has backed off (README); nothing breaks."""
-    model = mpcompile(Classifier(), dtype=torch.float16, emit="eager", loss_scale=1024.0)
+    model = mpcompile(classifier(), dtype=torch.float16, emit="eager", loss_scale=1024.0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20)
     before = snapshot([model])
@@ -129,7 +124,7 @@ def test_a_grad_scaler_left_in() -> None:
 
 def test_zero_grad_forgotten() -> None:
     """Gradients pile up as they do in FP32; one overflow makes all steps after it skip, visibly."""
-    model = mpcompile(Classifier(), dtype=torch.float16, emit="eager", loss_scale=1024.0)
+    model = mpcompile(classifier(), dtype=torch.float16, emit="eager", loss_scale=1024.0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     x, y = torch.randn(4, 8, 16), torch.randint(4, (4, 8))
     for step in range(4):
@@ -141,7 +136,7 @@ def test_zero_grad_forgotten() -> None:
 
 def test_the_bound_forward_is_not_compiled() -> None:
     """`model.forward(x)` bypasses what a call runs, in torch too: plain FP32, gradients right."""
-    model = mpcompile(Classifier(), dtype=torch.float16, emit="eager")
+    model = mpcompile(classifier(), dtype=torch.float16, emit="eager")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     before = snapshot([model])
     F.cross_entropy(model.forward(torch.randn(8, 16)), torch.randint(4, (8,))).backward()

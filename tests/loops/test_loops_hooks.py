@@ -13,14 +13,9 @@ from torch import nn
 # -- hooks -----------------------------------------------------------------------------------------
 
 
-class Network(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.norm = nn.Linear(16, 32), nn.LayerNorm(32)
-        self.second, self.head = nn.Linear(32, 32), nn.Linear(32, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(F.gelu(self.second(self.norm(self.first(x)))))
+def plain_network() -> nn.Sequential:
+    layers = nn.Linear(16, 32), nn.LayerNorm(32), nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 4)
+    return nn.Sequential(*layers)
 
 
 def train(way: Way, model: nn.Module, optimizer: Any, planted: int | None = 2) -> None:
@@ -29,9 +24,9 @@ def train(way: Way, model: nn.Module, optimizer: Any, planted: int | None = 2) -
         update(F.cross_entropy(model(x[step]), y[step]))
 
 
-def hooked_for_a_while(way: Way, choose: Callable[[Network], nn.Module]) -> None:
+def hooked_for_a_while(way: Way, choose: Callable[[Any], nn.Module]) -> None:
     """A hook on the chosen module, put on after the first step and taken off before the last."""
-    model = way.model(Network())
+    model = way.model(plain_network())
     optimizer = way.optimizer(torch.optim.SGD(model.parameters(), lr=0.2))
     x, y = torch.randn(4, 8, 16), torch.randint(4, (4, 8))
     handle = None
@@ -48,7 +43,7 @@ def hooked_for_a_while(way: Way, choose: Callable[[Network], nn.Module]) -> None
 def test_hooks_put_on_modules_inside_between_steps(way: Way) -> None:
     """torch.compile looks for these only if it is told to."""
     with torch._dynamo.config.patch(skip_nnmodule_hook_guards=False):
-        agree(way, lambda way: hooked_for_a_while(way, lambda model: model.second))
+        agree(way, lambda way: hooked_for_a_while(way, lambda model: model[2]))
 
 
 @pytest.mark.slow("a loop in each way of training, against FP64")
@@ -60,7 +55,7 @@ def test_hooks_put_on_the_model_itself_between_steps(way: Way) -> None:
 @agreeing(MOSTLY_O1)
 def test_activations_collected_by_forward_hooks(way: Way) -> None:
     """A penalty on features that hooks caught: gradients enter in the middle of the model."""
-    model = Network()
+    model = plain_network()
     features: dict[str, torch.Tensor] = {}
 
     def catch(name: str) -> Any:
@@ -69,8 +64,8 @@ def test_activations_collected_by_forward_hooks(way: Way) -> None:
 
         return hook
 
-    model.first.register_forward_hook(catch("first"))
-    model.second.register_forward_hook(catch("second"))
+    model[0].register_forward_hook(catch("first"))
+    model[2].register_forward_hook(catch("second"))
     way.model(model)
     optimizer = way.optimizer(torch.optim.SGD(model.parameters(), lr=0.2))
     x, y = torch.randn(4, 8, 16), torch.randint(4, (4, 8))
@@ -84,7 +79,7 @@ def test_gradients_logged_by_hooks_on_the_output(way: Way) -> None:
     """What a hook on the output or the input sees is FP32 and true to size."""
 
     def loop(way: Way) -> None:
-        model = way.model(Network())
+        model = way.model(plain_network())
         optimizer = way.optimizer(torch.optim.SGD(model.parameters(), lr=0.5))
         x, y = torch.randn(4, 8, 16), torch.randint(4, (4, 8))
         for step, factor in way.steps(4, model, optimizer, planted=2):
@@ -104,7 +99,7 @@ def test_gradients_clipped_by_hooks_on_parameters() -> None:
     """The threshold means a true gradient; an overflow is not hidden by the clamp."""
 
     def loop(way: Way) -> None:
-        model = way.model(Network())
+        model = way.model(plain_network())
         for p in model.parameters():
             p.register_hook(lambda g: g.nan_to_num(0.0, 1.0, -1.0).clamp(-0.01, 0.01))
         train(way, model, way.optimizer(torch.optim.SGD(model.parameters(), lr=1.0)))
@@ -116,7 +111,7 @@ def test_gradients_clipped_by_hooks_on_o2_parameters() -> None:
     """There a gradient would be stored times the scale; a hook is handed a true one."""
 
     def loop(way: Way) -> None:
-        model = way.model(Network())
+        model = way.model(plain_network())
         optimizer = way.optimizer(torch.optim.SGD(model.parameters(), lr=1.0))
         for p in model.parameters():
             p.register_hook(lambda g: g.clamp(-0.01, 0.01))

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from loops import MOSTLY_O1, O1, O2, PLAIN, WAYS, Way, agreeing
+from module_of import module_of
 from torch import nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
@@ -147,14 +148,9 @@ def block() -> nn.Module:
     return nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 48), nn.GELU(), nn.Linear(48, 32))
 
 
-class Deep(nn.Module):
-    def __init__(self, run: Callable[[Any, torch.Tensor], torch.Tensor]) -> None:
-        super().__init__()
-        self.blocks, self.head = nn.Sequential(block(), block()), nn.Linear(32, 5)
-        self.run = run
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.run(self, x))
+def deep(run: Callable[[Any, torch.Tensor], torch.Tensor]) -> Any:
+    blocks = nn.Sequential(block(), block())
+    return module_of(lambda m, x: m.head(run(m, x)), blocks=blocks, head=nn.Linear(32, 5))
 
 
 def looped(m: Any, x: torch.Tensor, *, broken: bool = False, **how: Any) -> torch.Tensor:
@@ -206,7 +202,7 @@ def test_checkpoints_inside_the_compiled_model(how: str, emit: str, way: Way) ->
     of it.
     """
     way.emit = emit
-    model = way.model(Deep(CHECKPOINTS[how]))
+    model = way.model(deep(CHECKPOINTS[how]))
     optimizer = way.optimizer(torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9))
     x, y = torch.randn(4, 8, 32), torch.randint(5, (4, 8))
     for step, update in way.updates(4, model, optimizer, planted=2):

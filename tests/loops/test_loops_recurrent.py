@@ -46,13 +46,8 @@ def test_convolution_packed_gru_and_ctc(way: Way) -> None:
         update(criterion(log_probs.transpose(0, 1), targets[step], out_lengths, target_lengths))
 
 
-class Encoder(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.lstm = nn.Embedding(20, 16), nn.LSTM(16, 16, batch_first=True)
-
-    def forward(self, tokens: torch.Tensor) -> Any:
-        return self.lstm(self.embed(tokens))
+def new_encoder() -> nn.Module:
+    return nn.Sequential(nn.Embedding(20, 16), nn.LSTM(16, 16, batch_first=True))
 
 
 class Decoder(nn.Module):
@@ -87,7 +82,7 @@ def seq2_seq(
 @agreeing(MOSTLY_O1)
 def test_seq2seq_with_attention_and_teacher_forcing(way: Way) -> None:
     """The program differs from step to step, by which tokens are forced."""
-    model = way.model(module_of(seq2_seq, encoder=Encoder(), decoder=Decoder()))
+    model = way.model(module_of(seq2_seq, encoder=new_encoder(), decoder=Decoder()))
     optimizer = way.optimizer(torch.optim.SGD(model.parameters(), lr=0.5))
     source, target = torch.randint(20, (4, 4, 6)), torch.randint(20, (4, 4, 5))
     forced = [[True] * 4, [True, True, False, True], [True] * 4, [True] * 4]
@@ -101,7 +96,7 @@ def test_seq2seq_with_attention_and_teacher_forcing(way: Way) -> None:
 @agreeing(WAYS)
 def test_encoder_and_decoder_compiled_apart(way: Way) -> None:
     """The official tutorial's shape: two models, two optimizers, the loop over tokens outside."""
-    encoder, decoder = way.model(Encoder()), way.model(Decoder())
+    encoder, decoder = way.model(new_encoder()), way.model(Decoder())
     optimizers = [way.optimizer(torch.optim.SGD(m.parameters(), lr=0.5))
                   for m in (encoder, decoder)]  # fmt: skip
     source, target = torch.randint(20, (4, 4, 6)), torch.randint(20, (4, 4, 5))

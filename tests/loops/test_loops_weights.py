@@ -9,23 +9,21 @@ import pytest
 import torch
 import torch.nn.functional as F
 from loops import MOSTLY_O1, WAYS, Way, agree, agreeing, finite, low_nodes, same, snapshot
+from module_of import module_of
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
 
 # -- adapters, thawing, replacing ------------------------------------------------------------------
 
 
-class Adapted(nn.Module):
+def adapted(base: nn.Linear) -> Any:
     """A frozen linear layer plus a trained product of rank 4."""
-
-    def __init__(self, base: nn.Linear) -> None:
-        super().__init__()
-        self.base = base.requires_grad_(False)
-        self.A = nn.Parameter(torch.randn(4, base.in_features) / base.in_features**0.5)
-        self.B = nn.Parameter(torch.zeros(base.out_features, 4))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.base(x) + 2.0 * F.linear(F.linear(x, self.A), self.B)
+    return module_of(
+        lambda m, x: m.base(x) + 2.0 * F.linear(F.linear(x, m.A), m.B),
+        base=base.requires_grad_(False),
+        A=nn.Parameter(torch.randn(4, base.in_features) / base.in_features**0.5),
+        B=nn.Parameter(torch.zeros(base.out_features, 4)),
+    )
 
 
 class Base(nn.Module):
@@ -41,7 +39,7 @@ class Base(nn.Module):
 
 def adapt(model: Base) -> None:
     model.requires_grad_(False)
-    model.up, model.down = Adapted(model.up), Adapted(model.down)
+    model.up, model.down = adapted(model.up), adapted(model.down)
 
 
 def trained(model: nn.Module) -> list[nn.Parameter]:

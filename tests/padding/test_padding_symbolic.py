@@ -3,11 +3,13 @@ which then has nothing left to pad.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from exact import InFP64, assert_exact, results
+from module_of import module_of
 from torch import Tensor, fx, nn
 from torch._inductor.fx_passes.pad_mm import get_padded_length
 
@@ -15,16 +17,12 @@ from mpcompile import compiled_plans, ir, mpcompile
 from mpcompile.ir import aten
 
 
-class Scores(nn.Module):
+def scores() -> Any:
     """Tokens are rows of the projections, and both sides of the scores."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.q, self.k = nn.Linear(5, 7), nn.Linear(5, 7)
-
-    def forward(self, x: Tensor) -> Tensor:
-        scores = self.q(x) @ self.k(x).transpose(1, 2)
-        return torch.softmax(scores, -1) @ x
+    return module_of(
+        lambda m, x: torch.softmax(m.q(x) @ m.k(x).transpose(1, 2), -1) @ x,
+        q=nn.Linear(5, 7), k=nn.Linear(5, 7),
+    )  # fmt: skip
 
 
 def images() -> nn.Module:
@@ -32,24 +30,22 @@ def images() -> nn.Module:
     return nn.Sequential(nn.Conv2d(3, 5, 3), nn.ReLU(), nn.Conv2d(5, 7, 3))
 
 
-class Sequences(nn.Module):
+def sequences() -> Any:
     """Any number of tokens in heads of 7."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv, self.out = nn.Linear(13, 3 * 2 * 7), nn.Linear(14, 13)
-
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(m: Any, x: Tensor) -> Tensor:
         b, t, _ = x.shape
-        q, k, v = (y.view(b, t, 2, 7).transpose(1, 2) for y in self.qkv(x).split(14, -1))
+        q, k, v = (y.view(b, t, 2, 7).transpose(1, 2) for y in m.qkv(x).split(14, -1))
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.out(y.transpose(1, 2).reshape(b, t, 14))
+        return m.out(y.transpose(1, 2).reshape(b, t, 14))
+
+    return module_of(forward, qkv=nn.Linear(13, 3 * 2 * 7), out=nn.Linear(14, 13))
 
 
 SYMBOLIC: dict[str, tuple[Callable[[], nn.Module], Callable[..., Tensor], tuple[int, int]]] = {
-    "rows and contraction": (Scores, lambda b, t: torch.randn(b, t, 5), (0, 1)),
+    "rows and contraction": (scores, lambda b, t: torch.randn(b, t, 5), (0, 1)),
     "images": (images, lambda b, t: torch.randn(b, 3, t + 5, 6), (0, 2)),
-    "attention": (Sequences, lambda b, t: torch.randn(b, t, 13), (0, 1)),
+    "attention": (sequences, lambda b, t: torch.randn(b, t, 13), (0, 1)),
 }
 
 

@@ -1,6 +1,7 @@
 """`disable_passes=`: each pass that may be left out is, alone; the others refuse."""
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -38,25 +39,22 @@ class Convolutions(nn.Module):
         return self.head(hidden.mean((2, 3)).mul_(2))
 
 
-class Classifier(nn.Module):
+def classifier() -> Any:
     """A head and its loss."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body, self.head = nn.Linear(6, 8), nn.Linear(8, 11)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.cross_entropy(self.head(self.body(x).tanh()), torch.arange(4) % 11)
+    return module_of(
+        lambda m, x: F.cross_entropy(m.head(m.body(x).tanh()), torch.arange(4) % 11),
+        body=nn.Linear(6, 8), head=nn.Linear(8, 11),
+    )  # fmt: skip
 
 
-MODELS: dict[str, tuple[type[nn.Module], tuple[int, ...]]] = {
+MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "mlp": (MLP, (3, 16)),
     "attention": (
         lambda: module_of(attention_forward, qkv=nn.Linear(12, 36), out=nn.Linear(12, 7)),
         (2, 9, 12),
     ),
     "convolutions": (Convolutions, (2, 3, 6, 6)),
-    "classifier": (Classifier, (4, 6)),
+    "classifier": (classifier, (4, 6)),
 }
 EACH_MODEL = pytest.mark.parametrize("model", MODELS)
 
@@ -89,7 +87,7 @@ def test_gradients_without_it_are_those_of_fp64(name: str, model: str) -> None:
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_a_model_trains_without_all_of_them(level: str, model: str) -> None:
     kind, size = MODELS[model]
-    options = {"disable_passes": PASSES, "pad": "always", "fuse_head": kind is Classifier}
+    options = {"disable_passes": PASSES, "pad": "always", "fuse_head": kind is classifier}
     check(kind(), leaf(*size), level=level, **options)
 
 
@@ -99,7 +97,7 @@ def test_the_models_give_the_passes_something_to_do() -> None:
     changed: set[str] = set()
     for kind, size in MODELS.values():
         model = kind()
-        options = {"level": "O2", "emit": "eager", "pad": "always", "fuse_head": kind is Classifier}
+        options = {"level": "O2", "emit": "eager", "pad": "always", "fuse_head": kind is classifier}
         run = mpcompile(model, dtype=torch.bfloat16, **options)
         optimizer = MPOptimizer(torch.optim.SGD(model.parameters(), 0.1), emit="eager")
         run(leaf(*size)).sum().backward()

@@ -10,6 +10,7 @@ from compare import check
 from heads import FUSED
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from module_of import module_of
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -172,24 +173,17 @@ def test_torchs_module_in_chunks(
     dtype: torch.dtype, reduction: str, bias: bool, level: str, emit: str
 ) -> None:
     """Its products are low, and the loss scale reaches its gradients before they are rounded."""
-
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            options = nn.LinearCrossEntropyOptions(
-                batch_chunk_size=64, chunking_method=None, allow_retain_graph=True
-            )
-            self.body = nn.Linear(16, 16)
-            self.loss = nn.LinearCrossEntropyLoss(
-                16, 50, bias=bias, ignore_index=3, reduction=reduction, options=options
-            )
-
-        def forward(self, x: Tensor, target: Tensor) -> Tensor:
-            loss: Tensor = self.loss(self.body(x), target)
-            return loss.log1p()  # the gradient of each row is another one
-
+    options = nn.LinearCrossEntropyOptions(
+        batch_chunk_size=64, chunking_method=None, allow_retain_graph=True
+    )
+    loss = nn.LinearCrossEntropyLoss(
+        16, 50, bias=bias, ignore_index=3, reduction=reduction, options=options
+    )
+    model = module_of(  # the gradient of each row is another one
+        lambda m, x, target: m.loss(m.body(x), target).log1p(), body=nn.Linear(16, 16), loss=loss
+    )
     x, target = torch.randn(300, 16), torch.randint(50, (300,))
-    check(Net(), x, target, dtype=dtype, level=level, emit=emit, low=["linear", FUSED])
+    check(model, x, target, dtype=dtype, level=level, emit=emit, low=["linear", FUSED])
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)

@@ -280,14 +280,12 @@ def test_a_graph_that_compares_otherwise_is_refused() -> None:
         mpcompile.plans.pipeline.verify(made.gm, "clean")
 
 
-class Net(nn.Module):
-    def __init__(self, of: Program) -> None:
-        super().__init__()
-        self.of, self.first, self.last = of, nn.Linear(96, 96), nn.Linear(96, 8)
+def net(of: Program) -> Any:
+    def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
+        found = of(F.gelu(m.first(x)))
+        return m.last(found.float()) if found.shape[-1] == 96 else found.float() + 0 * x.sum()
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        found = self.of(F.gelu(self.first(x)))
-        return self.last(found.float()) if found.shape[-1] == 96 else found.float() + 0 * x.sum()
+    return module_of(forward, first=nn.Linear(96, 96), last=nn.Linear(96, 8))
 
 
 def numbers(run: Any, model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
@@ -303,7 +301,7 @@ def matches_op_by_op(of: Program, dtype: torch.dtype, level: str) -> None:
     operator by operator.
     """
     torch.manual_seed(0)
-    model, x = Net(of), torch.randn(4, 64, 96)
+    model, x = net(of), torch.randn(4, 64, 96)
     options = {"dtype": dtype, "level": level}
     run = mpcompile.mpcompile(model, verify=False, **options)
     compiled = numbers(run, model, x)

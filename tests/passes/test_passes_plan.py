@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from compare import LEVELS, leaf
 from expecttest import assert_expected_inline
 from graphs import Stage, ran_twice
+from module_of import module_of
 from torch import nn
 
 from mpcompile import ir
@@ -264,22 +265,18 @@ mean: FULL [table]
     assert decisions(stage) == expected
 
 
-class Tagger(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.tokens, self.lstm = nn.Embedding(10, 16), nn.LSTM(16, 16, batch_first=True)
-        self.head = nn.Linear(16, 10)
-
-    def forward(self, idx: torch.Tensor) -> torch.Tensor:
-        x, _ = self.lstm(self.tokens(idx))
-        return F.cross_entropy(self.head(F.dropout(x)).flatten(0, 1), idx.flatten())
+def tagger_loss(m: Any, idx: torch.Tensor) -> torch.Tensor:
+    x, _ = m.lstm(m.tokens(idx))
+    return F.cross_entropy(m.head(F.dropout(x)).flatten(0, 1), idx.flatten())
 
 
 @LEVELS
 def test_an_lstm_head(level: str) -> None:
     """The same at both: nothing in it is stored that isn't low."""
+    lstm = nn.LSTM(16, 16, batch_first=True)
+    model = module_of(tagger_loss, tokens=nn.Embedding(10, 16), lstm=lstm, head=nn.Linear(16, 10))
     with torch._dynamo.config.patch(allow_rnn=True):
-        stage = Stage(plan, Tagger(), torch.zeros(2, 4, dtype=torch.int64), level=level)
+        stage = Stage(plan, model, torch.zeros(2, 4, dtype=torch.int64), level=level)
     stage.run_twice()
     assert_expected_inline(
         decisions(stage),

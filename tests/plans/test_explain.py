@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from explained import MODELS, Broken, Checkpointed, Squared, Tagger
+from explained import MODELS, Broken, checkpointed, squared, tagger
 from module_of import module_of
 from torch import Tensor, nn
 
@@ -88,7 +88,7 @@ def test_a_sum_of_gradients_belongs_to_none() -> None:
 
 def test_what_is_computed_again() -> None:
     """The checkpointed part, up to the input of its last product."""
-    found = backward(Checkpointed(), X, dtype=torch.bfloat16)
+    found = backward(checkpointed(), X, dtype=torch.bfloat16)
     # (A product's weight is cast and turned again, not the product made.)
     again = {n.forward for n in found if n.recomputed and n.op != "aten::permute"}
     assert {"linear", "gelu"} <= again
@@ -100,7 +100,7 @@ def test_what_is_computed_again() -> None:
 
 def test_a_backward_of_the_users() -> None:
     """2 * x * grad, in FP32."""
-    (plan,) = explain(Squared(), X, dtype=torch.float16).graphs
+    (plan,) = explain(squared(), X, dtype=torch.float16).graphs
     (own,) = [n.name for n in plan.nodes if "autograd_function" in n.op]
     assert of(plan.backward, own) == [("aten::mul", "f32[4, 8]")] * 2
 
@@ -108,7 +108,7 @@ def test_a_backward_of_the_users() -> None:
 @pytest.mark.slow("plans of several models")
 def test_pieces_around_a_recurrent_layer() -> None:
     """The head runs backward first, then the embedding; the LSTM's own backward isn't seen."""
-    found = backward(Tagger(), MODELS[Tagger](), dtype=torch.bfloat16)
+    found = backward(tagger(), MODELS[tagger](), dtype=torch.bfloat16)
     order = [n.forward for n in found]
     assert order.index("linear") < order.index("embedding")
     assert not any("lstm" in name for name in order)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from explained import MODELS, Broken, Pictures
+from explained import MODELS, Broken, pictures
 from torch import nn
 from torch._dynamo.eval_frame import cached_backends
 from torch._dynamo.utils import counters
@@ -29,7 +29,7 @@ Model = tuple[nn.Module, torch.Tensor, MPOptimizer]
 @pytest.fixture
 def trained() -> Model:
     """A model in the middle of its training in FP16: with gradients, copies and a loss scale."""
-    model, x = Pictures(), MODELS[Pictures]()
+    model, x = pictures(), MODELS[pictures]()
     optimizer = MPOptimizer(torch.optim.SGD(model.parameters(), 0.1))
     mpcompile(model, dtype=torch.float16, level="O2", emit="eager")
     model(x).sum().backward()
@@ -135,7 +135,7 @@ def test_nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
         return plan(self, gm, example_inputs)
 
     monkeypatch.setattr(Planner, "planned", spy)
-    model, x = Pictures(), MODELS[Pictures]()
+    model, x = pictures(), MODELS[pictures]()
     for _ in range(2):
         explain(model, x, dtype=torch.float16)
     gc.collect()

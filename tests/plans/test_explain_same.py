@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from explained import MODELS, Checkpointed, Squared
+from explained import MODELS, checkpointed, squared
 from torch import nn
 
 from mpcompile import MPOptimizer, Policy, compiled_plans, explain, mpcompile
@@ -67,27 +67,27 @@ def test_an_mp_optimizer_at_o2(kind: type[nn.Module], dtype: torch.dtype) -> Non
 
 @pytest.mark.slow("plans of several models")
 def test_an_mp_optimizer_of_some_parameters() -> None:
-    model, x = Squared(), MODELS[Squared]()
+    model, x = squared(), MODELS[squared]()
     optimizer = MPOptimizer(torch.optim.SGD(model.second.parameters(), 0.1))
     check(model, x, optimizer, level="O2", dtype=torch.bfloat16)
 
 
 def test_a_policy() -> None:
-    model, x = Checkpointed(), MODELS[Checkpointed]()
+    model, x = checkpointed(), MODELS[checkpointed]()
     policy = Policy(modules={"head": "fp32"}, full=["gelu"])
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     check(model, x, optimizer, dtype=torch.float16, policy=policy)
 
 
 def test_other_options() -> None:
-    model, x = Squared(), MODELS[Squared]()
+    model, x = squared(), MODELS[squared]()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     check(model, x, optimizer, pad="always", disable_passes=["functionalize"], dtype=HALF[0])
 
 
 @pytest.mark.parametrize("loss_scale", ["none", 8.0])
 def test_the_loss_scale_of_the_compile(loss_scale: Any) -> None:
-    model, x = Squared(), MODELS[Squared]()
+    model, x = squared(), MODELS[squared]()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     real = compiled(model, x, optimizer, dtype=torch.float16, loss_scale=loss_scale)
     assert decided(explain(model, x).graphs) == real
@@ -95,7 +95,7 @@ def test_the_loss_scale_of_the_compile(loss_scale: Any) -> None:
 
 
 def test_level_o0() -> None:
-    model, x = Squared(), MODELS[Squared]()
+    model, x = squared(), MODELS[squared]()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     before = explain(model, x, level="O0")
     assert decided(before.graphs) == compiled(model, x, optimizer, level="O0")
@@ -122,6 +122,6 @@ def test_the_samples_of_a_kernel_are_real(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(kernels, "_sample", spy)
     monkeypatch.setattr(kernels, "_answers", {})
-    explain(Squared(), MODELS[Squared]())
+    explain(squared(), MODELS[squared]())
     assert seen
     assert not any(seen)

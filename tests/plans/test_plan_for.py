@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from module_of import module_of
 from small_calls import Calls, X, in_two_graphs, net
 from torch import nn
 from versions import since
@@ -129,16 +130,8 @@ def test_a_dropped_score_is_not_stored() -> None:
 
 
 def test_recurrent_layers_run_low() -> None:
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.rnn, self.head = nn.LSTM(8, 8), nn.Linear(8, 8)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            hidden: torch.Tensor = self.rnn(x)[0]
-            return self.head(hidden)
-
-    planned = plan_for(Net(), torch.ones(5, 2, 8), device="t4")
+    model = module_of(lambda m, x: m.head(m.rnn(x)[0]), rnn=nn.LSTM(8, 8), head=nn.Linear(8, 8))
+    planned = plan_for(model, torch.ones(5, 2, 8), device="t4")
     assert decided(planned)["lstm"] == "LOW"
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from module_of import module_of
 from torch import fx, nn
 
 from mpcompile import MPOptimizer, ir, scaling
@@ -16,17 +17,6 @@ from mpcompile.compiler.plan_graph import Planned, plan_graph
 from mpcompile.compiler.training import training_of
 from mpcompile.ir.text import places
 from mpcompile.settings import Settings
-
-
-class Convolutions(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv, self.norm = nn.Conv2d(4, 8, 3, bias=False), nn.BatchNorm2d(8)
-        self.head = nn.Linear(8, 5)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h: torch.Tensor = self.norm(self.conv(x)).relu().mean((2, 3))
-        return self.head(h).log_softmax(-1)
 
 
 class Attention(nn.Module):
@@ -70,7 +60,11 @@ class Handed:
 
 @pytest.fixture
 def convolutions() -> Handed:
-    return Handed(Convolutions(), (torch.randn(2, 4, 7, 7),))
+    model = module_of(
+        lambda m, x: m.head(m.norm(m.conv(x)).relu().mean((2, 3))).log_softmax(-1),
+        conv=nn.Conv2d(4, 8, 3, bias=False), norm=nn.BatchNorm2d(8), head=nn.Linear(8, 5),
+    )  # fmt: skip
+    return Handed(model, (torch.randn(2, 4, 7, 7),))
 
 
 @pytest.fixture

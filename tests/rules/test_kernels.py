@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from module_of import function_of
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
@@ -105,20 +106,15 @@ OPEN: list[torch.library.Library] = []  # an operator ends with its library
 
 def test_refusal_in_the_backward() -> None:
     """An operator that runs forward only is of no use in training."""
-    target = torch_op("mp_test_forward_only", lambda t: _ForwardOnly.apply(t))
-    assert not kernels.has_kernel(call(target, x), torch.float16, CPU)
 
-
-class _ForwardOnly(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, t: torch.Tensor) -> torch.Tensor:
-        return t.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
-        if grads[0].dtype is torch.float16:
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        if gradient.dtype is torch.float16:
             raise RuntimeError("no")  # in whatever words
-        return grads[0]
+        return gradient
+
+    forward_only = function_of(lambda ctx, t: t.clone(), backward)
+    target = torch_op("mp_test_forward_only", lambda t: forward_only.apply(t))
+    assert not kernels.has_kernel(call(target, x), torch.float16, CPU)
 
 
 def test_a_complaint_about_tiny_shapes_is_no_refusal() -> None:

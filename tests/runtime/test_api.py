@@ -92,17 +92,11 @@ def test_a_model_that_writes_to_a_half_input_is_refused(mode: Any) -> None:
 
 
 def test_half_inputs_are_found_at_any_depth() -> None:
-    class Nested(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.fc = nn.Linear(8, 4)
+    def nested(m: Any, n: int, pair: Any, *, more: list[torch.Tensor]) -> torch.Tensor:
+        return m.fc(pair[1]["x"]) * n + m.fc(more[0])
 
-        def forward(
-            self, n: int, pair: tuple[int, dict[str, torch.Tensor]], *, more: list[torch.Tensor]
-        ) -> torch.Tensor:
-            return self.fc(pair[1]["x"]) * n + self.fc(more[0])
-
-    model = mpcompile(Nested(), dtype=torch.float16, emit="eager", strict=True)
+    model = module_of(nested, fc=nn.Linear(8, 4))
+    mpcompile(model, dtype=torch.float16, emit="eager", strict=True)
     x, y = torch.randn(2, 8).half(), torch.randn(2, 8).half()
     out = model(2, (1, {"x": x}), more=[y])
     wanted = model.forward(2, (1, {"x": x.float()}), more=[y.float()])
@@ -256,13 +250,9 @@ def test_what_a_cpp_compiler_said_is_in_the_reason() -> None:
 
 
 def test_a_model_without_floats_is_refused() -> None:
-    class Counter(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.steps = nn.Parameter(torch.zeros(1, dtype=torch.int64), requires_grad=False)
-
+    steps = nn.Parameter(torch.zeros(1, dtype=torch.int64), requires_grad=False)
     with pytest.raises(MPCompileError, match="no floating-point parameters"):
-        mpcompile(Counter())
+        mpcompile(module_of(len, steps=steps))
 
 
 @pytest.mark.parametrize("version", ["2.11.1", "1.13.1+cu117", "unknown"])

@@ -15,18 +15,9 @@ from mpcompile import LossScale, MPCompileError, compiled_plans, diagnose, loss_
 OPTIONS: dict[str, Any] = {"dtype": torch.float16, "level": "O2", "emit": "eager"}
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 4)
-
-    def forward(self, x: torch.Tensor) -> Any:
-        return self.b(self.a(x).relu())
-
-
-def made() -> Net:
+def made() -> Any:
     torch.manual_seed(0)
-    return Net()
+    return module_of(lambda m, x: m.b(m.a(x).relu()), a=nn.Linear(8, 8), b=nn.Linear(8, 4))
 
 
 def by_torch(net: nn.Module, **options: Any) -> Any:

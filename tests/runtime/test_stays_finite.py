@@ -53,15 +53,12 @@ class Said:
         return text
 
 
-class Loss(nn.Module):
+def log_loss() -> Any:
     """Two layers, and the loss, which is the logarithm of a mean."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(8, 16), nn.Linear(16, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.last(torch.relu(self.first(x))).square().mean().log()
+    return module_of(
+        lambda m, x: m.last(torch.relu(m.first(x))).square().mean().log(),
+        first=nn.Linear(8, 16), last=nn.Linear(16, 4),
+    )  # fmt: skip
 
 
 def mlp() -> nn.Sequential:
@@ -107,7 +104,7 @@ def test_the_warning_points_at_the_step() -> None:
 
 def test_a_loss_that_a_model_returns() -> None:
     """No optimizer steps, so nothing else sees it."""
-    model = mpcompile(Loss(), **BF16)
+    model = mpcompile(log_loss(), **BF16)
     said = Said().run(lambda n: model(torch.randn(4, 8) * (math.nan if n > 5 else 1)), 20)
     text = "since training call 6 (5 was still finite), a loss that is returned is nan"
     assert text in said.once(until=7)
@@ -195,7 +192,7 @@ def silent(step: Callable[[int], object], steps: int = 40) -> None:
 
 
 def test_an_evaluation() -> None:
-    model = mpcompile(Loss(), **BF16)
+    model = mpcompile(log_loss(), **BF16)
 
     def step(number: int) -> None:
         with torch.no_grad():
@@ -259,7 +256,7 @@ def test_graphs_of_a_model_speak_once() -> None:
         torch._dynamo.graph_break()
         return first, m.last(x)
 
-    model = mpcompile(module_of(forward, first=Loss(), last=Loss()), **BF16)
+    model = mpcompile(module_of(forward, first=log_loss(), last=log_loss()), **BF16)
     optimizers = sgd(model.first), sgd(model.last)
 
     def step(number: int) -> None:

@@ -4,6 +4,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -72,13 +73,17 @@ def trained_with(function: Callable[[], Any]) -> None:
     assert results
 
 
-def test_a_model_is_served_while_a_step_is_traced() -> None:
+@pytest.mark.parametrize(
+    "around", [nullcontext, lambda: torch.autocast("cpu", torch.bfloat16)], ids=["", "autocast"]
+)
+def test_a_model_is_served_while_a_step_is_traced(around: Callable[[], Any]) -> None:
+    """And autocast of the other thread is still taken off."""
     served, x = mpcompile(net(), **LOW).eval(), torch.randn(3, 8)
     with torch.no_grad():
         expected = served(x)
 
     def serve() -> torch.Tensor:
-        with torch.no_grad():
+        with torch.no_grad(), around():
             result: torch.Tensor = served(x)
         return result
 
@@ -102,20 +107,6 @@ def test_a_step_of_another_thread_keeps_its_guard() -> None:
     trained_with(overflow)
     assert all(map(torch.equal, model.parameters(), before))
     assert loss_scale_of(model).skipped_steps == len(results)
-
-
-def test_autocast_of_another_thread_is_still_taken_off() -> None:
-    model, x = mpcompile(net(), **LOW).eval(), torch.randn(3, 8)
-    with torch.no_grad():
-        expected = model(x)
-
-    def under_autocast() -> torch.Tensor:
-        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-            result: torch.Tensor = model(x)
-        return result
-
-    trained_with(under_autocast)
-    assert all(torch.equal(result, expected) for result in results)
 
 
 def test_a_step_through_super_runs_no_hook_while_it_is_traced() -> None:

@@ -69,22 +69,21 @@ def _vector(model: nn.Module) -> None:
     nn.utils.vector_to_parameters(vector.detach() * 0.5, model.parameters())
 
 
-def _other_optimizer(model: nn.Module) -> None:
+def _stepped(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     for p in model.parameters():
         p.grad = None
         p.grad_dtype = torch.float32
         p.grad = torch.ones_like(p)
-    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    optimizer.step()
     model.zero_grad()
+
+
+def _other_optimizer(model: nn.Module) -> None:
+    _stepped(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
 
 def _other_optimizer_foreach(model: nn.Module) -> None:
-    for p in model.parameters():
-        p.grad = None
-        p.grad_dtype = torch.float32
-        p.grad = torch.ones_like(p)
-    torch.optim.Adam(model.parameters(), lr=0.1, foreach=True).step()
-    model.zero_grad()
+    _stepped(model, torch.optim.Adam(model.parameters(), lr=0.1, foreach=True))
 
 
 def _inference_mode(model: nn.Module) -> None:

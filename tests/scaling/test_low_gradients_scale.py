@@ -1,11 +1,11 @@
 """Gradients of O2 in FP16 agree with FP32's while the loss scale moves or is found."""
 
 import copy
-from typing import Any
 
 import pytest
 import torch
 from low_gradients import Net, check, inputs, loss, trained
+from module_of import module_of
 from torch import nn
 
 from mpcompile import LossScale
@@ -72,19 +72,12 @@ def test_two_models_of_one_scale_and_an_optimizer_each() -> None:
             torch.testing.assert_close(p.double(), q, rtol=0, atol=2e-6)
 
 
-class Branches(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.fc1, self.fc2 = nn.Linear(8, 4), nn.Linear(8, 4)
-
-    def forward(self, x: torch.Tensor) -> Any:
-        return self.fc1(x), self.fc2(x)
-
-
 @pytest.mark.parametrize("factor", [1e30, float("inf")])
 def test_gradients_meet_those_of_a_search_for_the_scale_that_failed(factor: float) -> None:
     """What is finite of them stays true to size."""
-    reference = Branches()
+    reference = module_of(
+        lambda m, x: (m.fc1(x), m.fc2(x)), fc1=nn.Linear(8, 4), fc2=nn.Linear(8, 4)
+    )
     model = copy.deepcopy(reference)
     optimizer = trained(model, LossScale.dynamic(min_scale=1.0, max_scale=2.0**11))
     for net in (reference, model):

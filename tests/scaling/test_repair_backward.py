@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from module_of import module_of
 from torch import nn
 
 from mpcompile import MPOptimizer, Policy, loss_scale_of, mpcompile
@@ -73,20 +74,17 @@ def test_all_layers_with_steep_gradients_are_pinned_at_once(generated: bool) -> 
     assert wanted[-1] < 0.99 * wanted[0]
 
 
-class Distance(nn.Module):
+def distance() -> Any:
     """The gradient of a root is infinite at 0, where the sample is masked, and 0 * inf is NaN."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(16, 8), nn.Linear(1, 8)
+    def forward(m: Any, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return m.last((m.first(x) * mask).square().sum(-1, keepdim=True).sqrt())
 
-    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        square = (self.first(x) * mask).square().sum(-1, keepdim=True)
-        return self.last(torch.sqrt(square))
+    return module_of(forward, first=nn.Linear(16, 8), last=nn.Linear(1, 8))
 
 
 def test_a_gradient_that_is_infinite_in_fp32_too_is_not_repaired() -> None:
-    model = mixed(Distance(), repair=True, loss_scale=128.0)
+    model = mixed(distance(), repair=True, loss_scale=128.0)
     mask = torch.ones(8, 1)
     mask[0] = 0
     inputs = torch.randn(8, 16), mask
@@ -158,25 +156,23 @@ def test_a_step_within_the_backward_is_judged_as_well() -> None:
 BOUNDED = ["sigmoid", "maximum", "minimum"]
 
 
-class Bounded(nn.Module):
+def bounded() -> Any:
     """Its user says that the bound may be rounded: to 1, where a logit is infinite. (After a
     clamp, torch 2.14 knows that there is no gradient.)
     """
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(16, 4)
-        self.bounds = nn.Buffer(torch.tensor([[1e-4], [1 - 1e-4]]))
+    def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
+        least, most = m.bounds
+        return torch.logit((50 * m.layer(x)).sigmoid().maximum(least).minimum(most))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        least, most = self.bounds
-        return torch.logit((50 * self.layer(x)).sigmoid().maximum(least).minimum(most))
+    bounds = nn.Buffer(torch.tensor([[1e-4], [1 - 1e-4]]))
+    return module_of(forward, layer=nn.Linear(16, 4), bounds=bounds)
 
 
 def test_of_an_fp32_operator_what_feeds_it_is_pinned() -> None:
     x, y = data()
     policy = Policy(low=BOUNDED)
-    model = mixed(Bounded(), loss_scale=1.0, level="O2", policy=policy, repair=True)
+    model = mixed(bounded(), loss_scale=1.0, level="O2", policy=policy, repair=True)
     losses, said = trained(model, lambda out: (out - y).square().mean(), x, steps=8)
     (event,) = loss_scale_of(model).repairs.events
     assert "logit = aten::logit: its result is not finite because what it reads was" in event

@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 import torch
 from faulty_models import Activation, Steep, Training, compiled, net
+from module_of import module_of
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -105,21 +106,18 @@ def test_after_a_backward() -> None:
 # -- a noted step ----------------------------------------------------------------------------------
 
 
-class Normed(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.norm, self.last = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 2)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x + 0.1 * torch.randn(x.shape)
-        return self.last(torch.relu_(self.norm(self.first(x))))
+def normed() -> nn.Module:
+    return module_of(
+        lambda m, x: m.last(torch.relu_(m.norm(m.first(x + 0.1 * torch.randn(x.shape))))),
+        first=nn.Linear(8, 8), norm=nn.BatchNorm1d(8), last=nn.Linear(8, 2),
+    )  # fmt: skip
 
 
 def _trained(level: str, generated: bool, *, noted: bool) -> list[torch.Tensor]:
     """All tensors after some steps, the third of which is noted."""
     torch.manual_seed(0)
     model = mpcompile(
-        Normed(), dtype=torch.float16, level=level, emit="eager", loss_scale=128.0, repair=True
+        normed(), dtype=torch.float16, level=level, emit="eager", loss_scale=128.0, repair=True
     )
     plain = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     optimizer = MPOptimizer(plain, emit="eager") if generated else plain

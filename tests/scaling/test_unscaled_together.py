@@ -3,9 +3,11 @@ with an overflow in exactly one small gradient, which must skip the step.
 """
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
+from module_of import module_of
 from torch import nn
 
 from mpcompile import LossScale, MPOptimizer, Policy, mpcompile
@@ -40,15 +42,9 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
     torch._dynamo.reset()
 
 
-class Weigh(nn.Module):
-    """x times a parameter. What it is called with decides how large the gradient is."""
-
-    def __init__(self, *size: int) -> None:
-        super().__init__()
-        self.p = nn.Parameter(torch.full(size, 0.5))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x * self.p
+def weigh(*size: int) -> Any:
+    """A parameter times x. What it is called with decides how large the gradient is."""
+    return module_of(lambda m, x: x * m.p, p=nn.Parameter(torch.full(size, 0.5)))
 
 
 class Net(nn.Module):
@@ -58,18 +54,18 @@ class Net(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first = Weigh(6)
+        self.first = weigh(6)
         self.low = nn.Linear(6, 6)
         self.norm = nn.LayerNorm(6)
-        self.middle = Weigh(6)
+        self.middle = weigh(6)
         self.full = nn.Linear(6, 6)
-        self.alone = Weigh()
-        self.last = Weigh(6)
+        self.alone = weigh()
+        self.last = weigh(6)
 
     def forward(self, x: torch.Tensor, *weighed: torch.Tensor) -> torch.Tensor:
         h = self.alone(self.full(self.norm(self.low(x))))
-        for weigh, given in zip((self.first, self.middle, self.last), weighed, strict=True):
-            h = h + weigh(given)
+        for by, given in zip((self.first, self.middle, self.last), weighed, strict=True):
+            h = h + by(given)
         return h.sum()
 
 

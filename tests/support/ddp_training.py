@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from low_gradients import Net
+from module_of import module_of
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
@@ -20,15 +21,9 @@ def sequential() -> nn.Module:
     return nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.GELU(), nn.Linear(16, 4))
 
 
-class Around(nn.Module):
+def around(net: nn.Module) -> Any:
     """A module whose DDP wraps an nn.Sequential."""
-
-    def __init__(self, net: nn.Module) -> None:
-        super().__init__()
-        self.net = net
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.net(x * 2).tanh()
+    return module_of(lambda m, x: m.net(x * 2).tanh(), net=net)
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
@@ -89,15 +84,14 @@ def made(case: Case) -> tuple[nn.Module, nn.Module, torch.optim.Optimizer, nn.Mo
         engine["bucket_cap_mb"] = 1e-4
     options: dict[str, Any] = {"dtype": case.dtype, "emit": "eager", "strict": True}
     options["level"] = case.level
-    net = Net() if case.root == "own" else sequential()
+    net: Any = Net() if case.root == "own" else sequential()
     if case.order == "inside":
-        net = Around(net)
+        net = around(net)
     reference = copy.deepcopy(net).double()
     optimizer = sgd(net)
     if case.order.endswith("optimizer first"):
         optimizer = held(optimizer, case.ours)
     if case.order == "inside":
-        assert isinstance(net, Around)
         net.net = DDP(net.net, **engine)
         model = compiled = mpcompile(net, **options)
     elif case.order == "DDP(mpcompile)":

@@ -5,33 +5,25 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from module_of import function_of, module_of
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 
-class Tagger(nn.Module):
+def tagger() -> Any:
     """A graph that is cut at its recurrent layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.head = nn.Embedding(11, 8), nn.Linear(8, 5)
-        self.rnn = nn.LSTM(8, 8, batch_first=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden: Tensor = self.rnn(self.embed(x))[0]
-        return self.head(hidden)
+    return module_of(
+        lambda m, x: m.head(m.rnn(m.embed(x))[0]),
+        embed=nn.Embedding(11, 8), head=nn.Linear(8, 5), rnn=nn.LSTM(8, 8, batch_first=True),
+    )  # fmt: skip
 
 
-class Pictures(nn.Module):
+def pictures() -> Any:
     """A convolution and a batch norm, which writes its buffers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv, self.norm = nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8)
-        self.head = nn.Linear(8, 5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(F.relu(self.norm(self.conv(x))).mean((2, 3)))
+    return module_of(
+        lambda m, x: m.head(F.relu(m.norm(m.conv(x))).mean((2, 3))),
+        conv=nn.Conv2d(3, 8, 3, padding=1), norm=nn.BatchNorm2d(8), head=nn.Linear(8, 5),
+    )  # fmt: skip
 
 
 class Broken(nn.Module):
@@ -47,58 +39,39 @@ class Broken(nn.Module):
         return self.second(F.dropout(y)) + y
 
 
-class Checkpointed(nn.Module):
+def checkpointed() -> Any:
     """A part that the backward computes again."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
-        self.head = nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(checkpoint(self.inner, x, use_reentrant=False))
+    return module_of(
+        lambda m, x: m.head(checkpoint(m.inner, x, use_reentrant=False)),
+        inner=nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)), head=nn.Linear(8, 8),
+    )  # fmt: skip
 
 
-class Square(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return x * x
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        (x,) = ctx.saved_tensors
-        return 2 * x * grads[0]
+def square(ctx: Any, x: Tensor) -> Tensor:
+    ctx.save_for_backward(x)
+    return x * x
 
 
-class Squared(nn.Module):
+Square = function_of(square, lambda ctx, gradient: 2 * ctx.saved_tensors[0] * gradient)
+
+
+def squared() -> Any:
     """A user's own backward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.second(Square.apply(self.first(x)))  # type: ignore[no-untyped-call]
+    layers = {"first": nn.Linear(8, 8), "second": nn.Linear(8, 8)}
+    return module_of(lambda m, x: m.second(Square.apply(m.first(x))), **layers)
 
 
-class Attention(nn.Module):
+def attention() -> Any:
     """Attention, norms, and a head of an odd size, whose product is padded."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
-        self.head = nn.Linear(16, 33)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.layer(x))
+    layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+    return module_of(lambda m, x: m.head(m.layer(x)), layer=layer, head=nn.Linear(16, 33))
 
 
-MODELS: dict[type[nn.Module], Callable[[], Tensor]] = {
-    Tagger: lambda: torch.randint(0, 11, (2, 5)),
-    Pictures: lambda: torch.rand(2, 3, 6, 6),
+MODELS: dict[Callable[[], nn.Module], Callable[[], Tensor]] = {
+    tagger: lambda: torch.randint(0, 11, (2, 5)),
+    pictures: lambda: torch.rand(2, 3, 6, 6),
     Broken: lambda: torch.rand(4, 8),
-    Checkpointed: lambda: torch.rand(4, 8),
-    Squared: lambda: torch.rand(4, 8),
-    Attention: lambda: torch.rand(2, 4, 16),
+    checkpointed: lambda: torch.rand(4, 8),
+    squared: lambda: torch.rand(4, 8),
+    attention: lambda: torch.rand(2, 4, 16),
 }

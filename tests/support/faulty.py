@@ -49,12 +49,16 @@ class Blocks(nn.Module):
         return self.norm(x)
 
 
-class Square(nn.Module):
-    """Values around 400, whose squares pass 65504."""
+class Mixing(nn.Module):
+    """What has one linear layer."""
 
     def __init__(self) -> None:
         super().__init__()
         self.mix = nn.Linear(WIDTH, WIDTH)
+
+
+class Square(Mixing):
+    """Values around 400, whose squares pass 65504."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         large = self.mix(x) * 1000
@@ -96,12 +100,11 @@ class MaskedRow(nn.Module):
         return x @ weights
 
 
-class Steep(nn.Module):
+class Steep(Mixing):
     """atan(1e12 h): at h = 0 its slope is 1e12, which fits FP16 at no scale."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.mix = nn.Linear(WIDTH, WIDTH)
         with torch.no_grad():
             self.mix.weight[0], self.mix.bias[0] = 0, 0
 
@@ -136,12 +139,8 @@ class LargeMean(nn.Module):
         return self.norm(h).mean(1)  # <- norm
 
 
-class Power(nn.Module):
+class Power(Mixing):
     """A square, between two products."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.mix = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = self.mix(x)
@@ -174,12 +173,8 @@ class _Cube(torch.autograd.Function):
         return grad * slope / nothing.sqrt()  # <- division
 
 
-class OwnBackward(nn.Module):
+class OwnBackward(Mixing):
     """An autograd.Function whose backward divides by zero."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.mix = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return _Cube.apply(self.mix(x))  # type: ignore[no-untyped-call,no-any-return]

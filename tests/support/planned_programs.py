@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from compare import leaf
 from graphs import Stage
+from module_of import module_of
 from torch import nn
 
 from mpcompile.passes.graph.plan import plan
@@ -79,16 +80,14 @@ class Residual(nn.Module):
         return self.norm(x).mean()
 
 
-class Attention(nn.Module):
+def attention() -> Any:
     """Written by hand, as two products around a softmax."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.q, self.k, self.v = (nn.Linear(16, 16) for _ in range(3))
+    def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
+        scores = m.q(x) @ m.k(x).transpose(-1, -2) / 4
+        return (scores.softmax(-1) @ m.v(x) + x).tanh()
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        scores = self.q(x) @ self.k(x).transpose(-1, -2) / 4
-        return (scores.softmax(-1) @ self.v(x) + x).tanh()
+    return module_of(forward, **{name: nn.Linear(16, 16) for name in "qkv"})
 
 
 class Lookup(nn.Module):
@@ -115,15 +114,13 @@ class BasicBlock(nn.Module):
         return F.relu(self.norm2(self.conv2(h)) + x).mean((2, 3))
 
 
-class Recurrent(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.tokens, self.lstm = nn.Embedding(10, 16), nn.LSTM(16, 16, batch_first=True)
-        self.head = nn.Linear(16, 10)
-
-    def forward(self, idx: torch.Tensor) -> torch.Tensor:
-        x, _ = self.lstm(self.tokens(idx))
-        return F.log_softmax(self.head(x), -1).mean()
+def recurrent() -> Any:
+    return module_of(
+        lambda m, idx: F.log_softmax(m.head(m.lstm(m.tokens(idx))[0]), -1).mean(),
+        tokens=nn.Embedding(10, 16),
+        lstm=nn.LSTM(16, 16, batch_first=True),
+        head=nn.Linear(16, 10),
+    )
 
 
 def tokens(*size: int) -> torch.Tensor:
@@ -133,8 +130,8 @@ def tokens(*size: int) -> torch.Tensor:
 PROGRAMS: dict[str, tuple[Callable[[], nn.Module], Callable[[], torch.Tensor]]] = {
     "MLP": (MLP, lambda: leaf(8, 16)),
     "residual": (Residual, lambda: leaf(8, 16)),
-    "attention by hand": (Attention, lambda: leaf(2, 8, 16)),
+    "attention by hand": (attention, lambda: leaf(2, 8, 16)),
     "embedding and norm": (Lookup, lambda: tokens(8)),
     "convolutions": (BasicBlock, lambda: leaf(2, 4, 6, 6)),
-    "LSTM": (Recurrent, lambda: tokens(4, 8)),
+    "LSTM": (recurrent, lambda: tokens(4, 8)),
 }

@@ -6,18 +6,17 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from module_of import module_of
 from torch import nn
 
 from mpcompile import LossScale, MPCompileError, MPOptimizer, compiled_plans, mpcompile, train_step
 
 
-class TwoInputs(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(16, 32), nn.Linear(32, 8)
-
-    def forward(self, x: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
-        return self.last(F.gelu(self.first(x) + shift))
+def two_inputs() -> Any:
+    return module_of(
+        lambda m, x, shift: m.last(F.gelu(m.first(x) + shift)),
+        first=nn.Linear(16, 32), last=nn.Linear(32, 8),
+    )  # fmt: skip
 
 
 def options() -> dict[str, Any]:
@@ -28,7 +27,7 @@ def options() -> dict[str, Any]:
 @pytest.mark.slow("compiles whole steps of several kinds, against FP64")
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_it_is_the_loop_that_one_would_write(accumulate: int) -> None:
-    model = TwoInputs()
+    model = two_inputs()
     other = copy.deepcopy(model)
     optimizer = MPOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-2), emit="eager")
     others = MPOptimizer(torch.optim.AdamW(other.parameters(), lr=1e-2), emit="eager")
@@ -65,7 +64,7 @@ def test_a_batch_that_cannot_be_split() -> None:
 
 def test_a_compiled_model_keeps_its_options() -> None:
     """Without options of the step's own: dtype=torch.bfloat16 isn't the default of a CPU."""
-    model = mpcompile(TwoInputs(), dtype=torch.bfloat16, level="O2", emit="aot_eager")
+    model = mpcompile(two_inputs(), dtype=torch.bfloat16, level="O2", emit="aot_eager")
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
     batch = torch.randn(8, 16), torch.randn(8, 32), torch.randint(0, 8, (8,))
     for step, low, level in (
