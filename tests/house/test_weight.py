@@ -12,12 +12,12 @@ from collections.abc import Iterator
 from repository import ROOT, sources
 
 LIMITS = {
-    "lines of source": 40645,
-    "lines of code": 25552,
-    "files of source": 279,
-    "lines of tests": 63061,
+    "lines of source": 40388,
+    "lines of code": 25362,
+    "files of source": 256,
+    "lines of tests": 62949,
     "warnings that count more than two frames": 16,
-    "registries of modules": 27,
+    "registries of modules": 23,
 }
 _NO_CODE = {
     tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,
