@@ -5,24 +5,21 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from benchmarks.harness.ways import Trainer
 from benchmarks.models import MLP, Discriminator, Generator, Sample, Tagger, resnet18
 from mpcompile.demo.gpt import GPT, GPTConfig
 
 DTYPES: Mapping[str, torch.dtype] = {"FP16": torch.float16, "BF16": torch.bfloat16}
 
 TrainStep = Callable[..., Tensor]
-Loss = Callable[..., Tensor]
-MakeStep = Callable[
-    [Sequence[nn.Module], Sequence[torch.optim.Optimizer], Callable[[Loss], Loss],
-     Callable[[Tensor], Tensor]],
-    TrainStep,
-]  # fmt: skip
-"""(models, their optimizers, what is around a forward, what scales a loss) -> the training step."""
+MakeStep = Callable[[Trainer, Sequence[nn.Module], Sequence[Any]], TrainStep]
+"""(what trains, the models, their optimizers) -> the training step."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,34 +61,25 @@ class Work:
 
 
 def _one_model(
-    models: Sequence[nn.Module],
-    optimizers: Sequence[torch.optim.Optimizer],
-    low: Callable[[Loss], Loss],
-    scaled: Callable[[Tensor], Tensor],
+    trainer: Trainer, models: Sequence[nn.Module], optimizers: Sequence[Any]
 ) -> TrainStep:
     """Of a model that returns its loss."""
-    (optimizer,) = optimizers
-    forward = low(models[0])
+    (model,), (optimizer,) = models, optimizers
 
     def train_step(*batch: Tensor) -> Tensor:
-        loss = forward(*batch)
+        with trainer.forward():
+            loss: Tensor = model(*batch)
         # Before the backward: torch.compile leaves it out of the graph of a loss that is still read
         # when the graph breaks.
         result = loss.detach()
-        scaled(loss).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        trainer.backward(loss)
+        trainer.update(optimizer)
         return result
 
     return train_step
 
 
-def _gan(
-    models: Sequence[nn.Module],
-    optimizers: Sequence[torch.optim.Optimizer],
-    low: Callable[[Loss], Loss],
-    scaled: Callable[[Tensor], Tensor],
-) -> TrainStep:
+def _gan(trainer: Trainer, models: Sequence[nn.Module], optimizers: Sequence[Any]) -> TrainStep:
     """Of a generator, which learns first, and a discriminator; returns the sum of their losses.
 
     No two backwards go through one forward: torch.compile would make one graph of what they share,
@@ -99,26 +87,24 @@ def _gan(
     """
     generator, discriminator = models
     step_g, step_d = optimizers
-    make = low(generator)
 
-    @low
     def judge(images: Tensor, label: float) -> Tensor:
-        logits = discriminator(images)
-        return F.binary_cross_entropy_with_logits(logits, torch.full_like(logits, label))
+        with trainer.forward():
+            logits = discriminator(images)
+            return F.binary_cross_entropy_with_logits(logits, torch.full_like(logits, label))
 
     def train_step(images: Tensor, noise: Tensor) -> Tensor:
-        made = make(noise)
+        with trainer.forward():
+            made = generator(noise)
         fooled = judge(made, 1.0)
         result = fooled.detach()
-        scaled(fooled).backward()
-        step_g.step()
-        step_g.zero_grad()
+        trainer.backward(fooled)
+        trainer.step(step_g)
         step_d.zero_grad()
         told = judge(images, 1.0) + judge(made.detach(), 0.0)
         result = result + told.detach()
-        scaled(told).backward()
-        step_d.step()
-        step_d.zero_grad()
+        trainer.backward(told)
+        trainer.update(step_d)
         return result
 
     return train_step
