@@ -29,7 +29,7 @@ from benchmarks.harness.timing import (
     take_turns,
 )
 from benchmarks.harness.ways import Way
-from benchmarks.models import Detector, Recommender, Sample
+from benchmarks.models import Detector, Recommender, Sample, tokens
 from benchmarks.step_times import Begun, Timed, Work
 from mpcompile import compiled_plans
 from mpcompile.demo.gpt import GPT, GPTConfig
@@ -60,9 +60,8 @@ PEERS, OURS = (NO_PADDING, PAD_MM), (NEVER, AUTO, ALWAYS)
 
 def _gpt(batch: int, steps: int, **sizes: int) -> Timed:
     config = GPTConfig(**{"vocab": 50257, **sizes})
-    shape = (batch, config.context)
     name = f"GPT, {config.layers} layers, width {config.width}, {config.vocab} words"
-    sample = Sample(shape, shape, config.vocab, vocab=config.vocab)
+    sample = tokens(batch, config.context, config.vocab, config.vocab)
     return Timed(name, functools.partial(GPT, config), sample, steps)
 
 

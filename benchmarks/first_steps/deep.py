@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.harness.processes import cold_and_warm
+from benchmarks.harness.processes import starts
 from benchmarks.harness.timing import idle_wait, seconds_of
 from mpcompile import MPOptimizer, mpcompile
 from mpcompile.demo import GPT, GPTConfig
@@ -65,7 +65,7 @@ def measure_deep(deep: Deep, device: torch.device) -> dict[str, First]:
         for arm, seconds in found.items():
             how = (arm, device.type, deep.layers, deep.width, deep.emit)
             for seen, spent in zip(
-                (seconds.cold, seconds.warm), cold_and_warm(step, *how), strict=True
+                (seconds.cold, seconds.warm), starts(2, step, *how), strict=True
             ):
                 seen.append(spent)
     return found

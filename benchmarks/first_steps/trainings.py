@@ -16,6 +16,7 @@ from benchmarks.first_steps.deep import DEEP, SHALLOW, Deep
 from benchmarks.models import (
     GPT2,
     MLP,
+    STILL,
     Attention,
     BERTEncoder,
     Detector,
@@ -247,12 +248,9 @@ def _mse(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 
 
 _CONFIG = GPTConfig(vocab=256, context=32, width=64, layers=2, heads=2)
-_small_gpt2 = functools.partial(
-    GPT2, vocab=256, context=32, width=64, layers=2, heads=2, dropout=0.0, attention_dropout=0.0
-)
+_small_gpt2 = functools.partial(GPT2, vocab=256, context=32, width=64, layers=2, heads=2, **STILL)
 _small_bert = functools.partial(
-    BERTEncoder, vocab=256, context=32, width=64, layers=2, heads=2, dropout=0.0,
-    attention_dropout=0.0,
+    BERTEncoder, vocab=256, context=32, width=64, layers=2, heads=2, **STILL
 )  # fmt: skip
 _tokens = Sample((4, 32), (4, 32), 256, 256)
 

@@ -25,7 +25,8 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent.parent
+from benchmarks.harness.processes import ROOT
+
 # A process group of its own, so that what a piece starts can be ended with it. (Not `preexec_fn`:
 # Python 3.12 warns of it where there are threads.)
 _GROUP: dict[str, Any] = (

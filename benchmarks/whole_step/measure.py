@@ -13,7 +13,7 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 
 from benchmarks.harness.peak import peak_bytes
-from benchmarks.harness.processes import cold_and_warm
+from benchmarks.harness.processes import starts
 from benchmarks.harness.timing import Arm, auto_or, far_behind, idle_wait, seconds_of, take_turns
 from benchmarks.harness.ways import Way, trainer_for
 from benchmarks.step_times import REFUSED
@@ -21,7 +21,6 @@ from benchmarks.whole_step.bare import Graphs
 from benchmarks.whole_step.tasks import DTYPES, Task, Work, work_for
 from mpcompile import MPCompileWarning
 from mpcompile.lower.tracing_settings import traced_with
-from mpcompile.scaling import copies
 
 
 @dataclasses.dataclass
@@ -192,15 +191,8 @@ class Trainee:
     def held_bytes(self) -> int:
         """Bytes that lie there between steps, but for the batch."""
         tensors = [t for m in self.models for t in (*m.parameters(), *m.buffers())]
-        tensors += [
-            value
-            for optimizer in self.trainer.optimizers
-            for state in optimizer.state.values()
-            for value in state.values()
-            if isinstance(value, Tensor)
-        ]
+        tensors += self.trainer.kept()
         parameters = [p for model in self.models for p in model.parameters()]
-        tensors += [c.stored for p in parameters for c in copies.copies_of(p).values()]
         tensors += [p.grad for p in parameters if p.grad is not None]
         storages = {s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in tensors)}
         return sum(storages.values())
@@ -221,7 +213,7 @@ class Started:
 def measure_starts(row: str, arms: Sequence[str], device: torch.device) -> dict[str, Started]:
     """A cold and a warm start of each arm of a row, which has caches of its own."""
     steps = "benchmarks.whole_step.measure:first_steps"
-    return {arm: Started(*cold_and_warm(steps, row, arm, device.type)) for arm in arms}
+    return {arm: Started(*starts(2, steps, row, arm, device.type)) for arm in arms}
 
 
 def first_steps(row: str, arm: str, kind: str) -> float:

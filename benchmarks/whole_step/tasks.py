@@ -12,7 +12,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.harness.ways import Trainer
-from benchmarks.models import MLP, Discriminator, Generator, Sample, Tagger, resnet18
+from benchmarks.models import (
+    MLP,
+    Discriminator,
+    Generator,
+    Sample,
+    Tagger,
+    pixels,
+    resnet18,
+    tokens,
+)
 from mpcompile.demo.gpt import GPT, GPTConfig
 
 DTYPES: Mapping[str, torch.dtype] = {"FP16": torch.float16, "BF16": torch.bfloat16}
@@ -128,8 +137,8 @@ def _mlp(width: int, batch: int, steps: int, *, starts: bool = False) -> Task:
 def _gpt(
     name: str, config: GPTConfig, batch: int, steps: int, *dtypes: str, starts: bool = False
 ) -> Task:
-    shape, build = (batch, config.context), functools.partial(GPT, config)
-    sample = Sample(shape, shape, config.vocab, config.vocab)
+    build = functools.partial(GPT, config)
+    sample = tokens(batch, config.context, config.vocab, config.vocab)
     return _sampled(name, build, sample, steps, *dtypes, starts=starts)
 
 
@@ -148,12 +157,12 @@ def dcgan(
 
 
 def _resnet(batch: int, size: int, steps: int, *dtypes: str, starts: bool = False) -> Task:
-    sample = Sample((batch, 3, size, size), (batch,), 1000)
+    sample = pixels(batch, size)
     return _sampled("ResNet-18 at 32 pixels", resnet18, sample, steps, *dtypes, starts=starts)
 
 
 _NARROW = GPTConfig(vocab=128, context=32, width=32, layers=2, heads=2)
-_TAGGER = Sample((8, 16), (8, 16), 16, 256)
+_TAGGER = tokens(8, 16, 256, 16)
 
 # In FP16 the loss is scaled. On a CPU wide products run in BF16 alone, and oneDNN has no FP16 LSTM.
 CPU = Work(
@@ -181,7 +190,7 @@ TINY = Work(
         _sampled("MLP 8", functools.partial(MLP, inputs=8, width=8, layers=1),
                  Sample((4, 8), (4,), 10), 1, "FP16"),
         _sampled("LSTM tagger", functools.partial(Tagger, width=8),
-                 Sample((2, 4), (2, 4), 16, 256), 1, "BF16"),
+                 tokens(2, 4, 256, 16), 1, "BF16"),
     ),
     rounds=2,
     emit="eager",
