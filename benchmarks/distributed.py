@@ -195,10 +195,6 @@ class Collective:
     bytes: float
 
 
-class Sent(list[Collective]):
-    """The collectives of one process, in the order in which they began."""
-
-
 # Operator -> what it is, gloo's name for what it does then, and how many times a rank sends the
 # tensor that gloo's event shows, for n ranks in a ring. The tensor is the whole one, but a shard
 # for an all-gather. (Read in torch 2.13: gloo has no reduce-scatter of its own.)
@@ -220,13 +216,14 @@ _DTYPES = {
 
 
 @contextlib.contextmanager
-def sent_in(ranks: int) -> Iterator[Sent]:
-    """Everything that this process, one of `ranks`, sends inside; the list is filled at the end.
+def sent_in(ranks: int) -> Iterator[list[Collective]]:
+    """Everything that this process, one of `ranks`, sends inside, in the order in which it began;
+    the list is filled at the end.
 
     Raises:
         RuntimeError: something was sent that is not understood.
     """
-    sent = Sent()
+    sent: list[Collective] = []
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler:
         yield sent
         # Gloo's thread ends its event after those that wait for it go on.

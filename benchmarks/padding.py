@@ -40,7 +40,7 @@ def run(settings: Settings) -> Report:
     device = settings.device
     full = CUDA if device.type == "cuda" else CPU
     work = TINY if settings.quick else full
-    found = measure_all(work, device)
+    found = {timed.name: _measure(timed, work, device) for timed in work.models}
     return Report(
         title=f"Padding for Tensor Cores on {where(device)}",
         notes=_notes(work, device),
@@ -117,11 +117,6 @@ class Found:
     passes: dict[str, float]
     shares: dict[str, float]
     before: float
-
-
-def measure_all(work: Work, device: torch.device) -> dict[str, Found]:
-    """Time each model under every arm, one model after the other; what each showed, by name."""
-    return {timed.name: _measure(timed, work, device) for timed in work.models}
 
 
 def _measure(timed: Timed, work: Work, device: torch.device) -> Found:

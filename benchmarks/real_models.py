@@ -68,30 +68,25 @@ Batch = Mapping[str, Tensor]
 Loss = Callable[[nn.Module, Batch], Tensor]
 
 
-@dataclasses.dataclass(frozen=True)
-class _Model:
-    """How one is made and called.
+class _Training:
+    """The step of a script that someone would write for the model: AdamW, one batch.
 
-    Attributes:
-        build: the model.
-        draw: a batch.
+    Args:
         loss: of the model and a batch; it calls the model.
     """
 
-    build: Callable[[], nn.Module]
-    draw: Callable[[], Batch]
-    loss: Loss
-
-
-class _Training:
-    """The step of a script that someone would write for the model: AdamW, one batch."""
-
-    def __init__(self, trainer: Trainer, model: _Model) -> None:
-        self._trainer, self._loss = trainer, model.loss
-        self._model = trainer.model(model.build())
+    def __init__(
+        self,
+        trainer: Trainer,
+        build: Callable[[], nn.Module],
+        draw: Callable[[], Batch],
+        loss: Loss,
+    ) -> None:
+        self._trainer, self._loss = trainer, loss
+        self._model = trainer.model(build())
         make = functools.partial(torch.optim.AdamW, lr=1e-4)
         self._optimizer = trainer.optimizer(make, list(self._model.parameters()))
-        self._batch = {name: x.to(trainer.device) for name, x in model.draw().items()}
+        self._batch = {name: x.to(trainer.device) for name, x in draw().items()}
         self.update = trainer.whole(self._update)
 
     def _update(self, batch: Batch) -> Tensor:
@@ -111,10 +106,9 @@ class _Training:
 
 
 def _task(name: str, build: Callable[[], nn.Module], draw: Callable[[], Batch], loss: Loss) -> Task:
-    model = _Model(build, draw, loss)
     return Task(
         name=name, claim="", data="random", metric="", higher=False, steps=1,
-        start=lambda trainer, seed: _Training(trainer, model),
+        start=lambda trainer, seed: _Training(trainer, build, draw, loss),
     )  # fmt: skip
 
 

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from benchmarks.harness.report import Report, Settings, Table, paragraphs, plain, where
 from benchmarks.harness.timing import (
     Arm,
+    auto_or,
     how_compared,
     idle_wait,
-    low_dtype,
     ratio,
     summarize,
     take_turns,
@@ -139,7 +139,7 @@ def _timed(served: Served, work: Work, device: torch.device) -> dict[str, list[f
         model.load_state_dict(weights)
         if name == OURS:
             dynamic = served.dynamic or None
-            mpcompile(model, dtype=low_dtype(device), emit=work.emit, dynamic=dynamic)
+            mpcompile(model, dtype=auto_or(torch.bfloat16, device), emit=work.emit, dynamic=dynamic)
         elif name != EAGER:
             model.compile(backend=work.emit, dynamic=served.dynamic or None)
         return model

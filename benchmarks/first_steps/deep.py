@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -49,12 +50,10 @@ class First:
     def over(self, peer: First) -> tuple[float, float]:
         """The medians, cold and warm, of how many times as long as the peer's it took."""
         pairs = (self.cold, peer.cold), (self.warm, peer.warm)
-        cold, warm = (statistics.median(map(_ratio, ours, theirs)) for ours, theirs in pairs)
+        cold, warm = (
+            statistics.median(map(operator.truediv, ours, theirs)) for ours, theirs in pairs
+        )
         return cold, warm
-
-
-def _ratio(ours: float, theirs: float) -> float:
-    return ours / theirs
 
 
 def measure_deep(deep: Deep, device: torch.device) -> dict[str, First]:

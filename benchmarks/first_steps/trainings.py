@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -193,8 +192,7 @@ def _sampled(
     return _of(name, build, functools.partial(sample.draw, torch.device("cpu")), optimizer)
 
 
-def _with(optimizer: Callable[..., Optimizer], **settings: Any) -> MakeOptimizer:
-    return functools.partial(optimizer, **settings)
+_with = functools.partial
 
 
 def _text(config: GPTConfig, batch: int) -> Callable[[], Sequence[Tensor]]:

@@ -207,7 +207,10 @@ def summary_table(records: Sequence[Record], out: Path) -> str:
 
 def write_summary(records: Sequence[Record], out: Path) -> None:
     """Write all three files; they say what is known now, so write them after every piece."""
-    versions = {line for record in records for line in _lines(record)}
+    # Two lines of one name: some pieces ran on another version.
+    versions = {
+        f"- {name}: {version}" for record in records for name, version in record.versions.items()
+    }
     known = "\n".join(
         ["# On a CUDA device", "", *sorted(versions), "", summary_table(records, out), ""]
     )
@@ -218,11 +221,6 @@ def write_summary(records: Sequence[Record], out: Path) -> None:
         for path in sorted(out.iterdir()):
             if path.name not in (ARCHIVE, PACKAGES):
                 archive.add(path, path.name)
-
-
-def _lines(record: Record) -> list[str]:
-    """Two lines of one name: some pieces ran on another version."""
-    return [f"- {name}: {version}" for name, version in record.versions.items()]
 
 
 def _last_line(folder: Path) -> str:

@@ -264,12 +264,9 @@ def measure_all(work: Work, device: torch.device) -> Measured:
 
 
 def _starts(device: torch.device) -> dict[str, float]:
-    return {name: _start(name, device) for name in (*(o.name for o in OURS), COMPILED)}
-
-
-def _start(name: str, device: torch.device) -> float:
-    (seconds,) = starts(1, "benchmarks.optimizer_step.measure:first_steps", name, device.type)
-    return float(seconds)
+    step = "benchmarks.optimizer_step.measure:first_steps"
+    names = (*(ours.name for ours in OURS), COMPILED)
+    return {name: float(starts(1, step, name, device.type)[0]) for name in names}
 
 
 def first_steps(name: str, kind: str) -> float:

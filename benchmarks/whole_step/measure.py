@@ -202,18 +202,15 @@ class Trainee:
 # Starts in fresh processes: from the call that compiles until everything is compiled.
 
 
-@dataclasses.dataclass(frozen=True)
-class Started:
-    """Seconds of a start with empty caches, and of one with those that this one has left."""
-
-    cold: float
-    warm: float
+Started = dict[str, float]
+"""Seconds of a "cold" start with empty caches, and of a "warm" one with those that it has left."""
 
 
 def measure_starts(row: str, arms: Sequence[str], device: torch.device) -> dict[str, Started]:
     """A cold and a warm start of each arm of a row, which has caches of its own."""
     steps = "benchmarks.whole_step.measure:first_steps"
-    return {arm: Started(*starts(2, steps, row, arm, device.type)) for arm in arms}
+    found = {arm: starts(2, steps, row, arm, device.type) for arm in arms}
+    return {arm: dict(zip(("cold", "warm"), spent, strict=True)) for arm, spent in found.items()}
 
 
 def first_steps(row: str, arm: str, kind: str) -> float:

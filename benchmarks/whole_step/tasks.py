@@ -156,11 +156,6 @@ def dcgan(
     return Task(name, build, draw, _gan, steps, dtypes, starts)
 
 
-def _resnet(batch: int, size: int, steps: int, *dtypes: str, starts: bool = False) -> Task:
-    sample = pixels(batch, size)
-    return _sampled("ResNet-18 at 32 pixels", resnet18, sample, steps, *dtypes, starts=starts)
-
-
 _NARROW = GPTConfig(vocab=128, context=32, width=32, layers=2, heads=2)
 _TAGGER = tokens(8, 16, 256, 16)
 
@@ -173,7 +168,7 @@ CPU = Work(
         _gpt("GPT 32 wide", _NARROW, 4, 30),
         dcgan("DCGAN", 16, 8, 4, "BF16", starts=True),
         _gpt("GPT of the demo", GPTConfig(), 8, 2, "BF16", starts=True),
-        _resnet(16, 32, 2, "BF16", starts=True),
+        _sampled("ResNet-18 at 32 pixels", resnet18, pixels(16, 32), 2, "BF16", starts=True),
     )
 )  # fmt: skip
 # Fewer: everything must be compiled and timed within some minutes.

@@ -153,8 +153,8 @@ def _anchors(aspects: tuple[float, ...]) -> nn.Module:
 
 _ALL = 10_000
 """More than there are of anything that is sampled."""
-_SIZES = {"min_size": 64, "max_size": 160}
-_TWO_STAGES = {
+_SIZES: Mapping[str, Any] = {"min_size": 64, "max_size": 160}
+_TWO_STAGES: Mapping[str, Any] = {
     **_SIZES, "rpn_pre_nms_top_n_train": _ALL, "rpn_post_nms_top_n_train": _ALL,
     "rpn_nms_thresh": 1.0, "rpn_batch_size_per_image": _ALL, "box_batch_size_per_image": _ALL,
     "rpn_positive_fraction": 1.0, "box_positive_fraction": 1.0,

@@ -183,7 +183,7 @@ def test_each_arm_of_a_start_is_timed_in_processes_of_its_own(
 
     monkeypatch.setattr(measure, "starts", run)
     found = measure.measure_starts("a row", OURS[:2], CPU)
-    assert [dataclasses.astuple(s) for s in found.values()] == [(0.0, 9.0), (1.0, 9.0)]
+    assert list(found.values()) == [{"cold": cold, "warm": 9.0} for cold in (0.0, 1.0)]
 
 
 def test_starts_are_of_rows_that_exist() -> None:
