@@ -18,7 +18,6 @@ from benchmarks.ablations.training import (
     UNSCALED,
     Magnitudes,
     Outcome,
-    lost,
     train_scaled,
     train_stored,
     vanishes,
@@ -59,7 +58,7 @@ def test_the_histogram_knows_what_rounds_to_zero(scale: float) -> None:
         seen.add(part)
     zeros = ((values * scale).half() == 0).double().mean().item()
     assert 0.01 < zeros < 0.9
-    assert lost(seen.shares(), scale) == pytest.approx(zeros, abs=1e-9)
+    assert training.lost(seen.shares(), scale) == pytest.approx(zeros, abs=1e-9)
     assert sum(seen.shares().values()) == pytest.approx(0.99)
 
 
@@ -100,7 +99,7 @@ def test_without_loss_scaling_training_stalls(seed: int) -> None:
     unscaled, eight, dynamic = (
         train_scaled(arm, seed, steps) for arm in (UNSCALED, "FP16, scale 8", DYNAMIC)
     )
-    plain, by_8 = (lost(gradients.shares(), scale) for scale in (1, 8))
+    plain, by_8 = (training.lost(gradients.shares(), scale) for scale in (1, 8))
     assert by_8 + 0.2 < plain > 0.8
     zero = "weight gradients zero"
     assert unscaled.shares[zero] > full.shares[zero] + 0.5
