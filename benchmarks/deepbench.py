@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 
@@ -35,7 +34,9 @@ def run(settings: Settings) -> Report:
     """Time every shape that fits; under `settings.quick` three small ones, once."""
     device = settings.device
     work = QUICK if settings.quick else work_for(device)
-    return make_report(device, work, measure_all(work, device))
+    profile = load(device)
+    found = {shape.name: _measure(shape, work, device, profile) for shape in work.shapes}
+    return make_report(device, work, found)
 
 
 # -- shapes ----------------------------------------------------------------------------------------
@@ -44,7 +45,7 @@ def run(settings: Settings) -> Report:
 # Left out: convolutions over rectangular spectrograms, since those of a profile are square.
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Shape:
     """A call in two sizes.
 
@@ -158,12 +159,6 @@ class Found:
 
 def work_for(device: torch.device) -> Work:
     return Work(CUDA_SHAPES if device.type == "cuda" else CPU_SHAPES)
-
-
-def measure_all(work: Work, device: torch.device) -> dict[str, Found]:
-    """Shape's name -> what it showed."""
-    profile = load(device)
-    return {shape.name: _measure(shape, work, device, profile) for shape in work.shapes}
 
 
 def _measure(shape: Shape, work: Work, device: torch.device, profile: Profile | None) -> Found:

@@ -39,7 +39,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.harness.report import Report, Settings, Table, paragraphs, plain
 from benchmarks.harness.ways import AutocastTrainer, Trainer, Way
-from benchmarks.models import GPT2, Sample
+from benchmarks.models import GPT2, STILL, Sample, tokens
 
 DEVICES = ("cpu",)  # two processes with one GPU each: more than a machine of ours has
 
@@ -160,14 +160,13 @@ ARMS = tuple(
     for way in (AUTOCAST, EAGER, LOW_PEER[engine], *OURS)
 )
 
-_gpt2 = functools.partial(GPT2, dropout=0.0, attention_dropout=0.0)
+_gpt2 = functools.partial(GPT2, **STILL)
 WORK = Work(
     functools.partial(_gpt2, vocab=1024, context=16, width=128, layers=4, heads=4),
-    Sample((1, 16), (1, 16), 1024, 1024),
+    tokens(1, 16, 1024, 1024),
 )
 TINY = Work(
-    functools.partial(_gpt2, vocab=64, context=8, width=32, layers=1, heads=2),
-    Sample((2, 8), (2, 8), 64, 64),
+    functools.partial(_gpt2, vocab=64, context=8, width=32, layers=1, heads=2), tokens(2, 8, 64, 64)
 )
 
 
@@ -196,10 +195,6 @@ class Collective:
     bytes: float
 
 
-class Sent(list[Collective]):
-    """The collectives of one process, in the order in which they began."""
-
-
 # Operator -> what it is, gloo's name for what it does then, and how many times a rank sends the
 # tensor that gloo's event shows, for n ranks in a ring. The tensor is the whole one, but a shard
 # for an all-gather. (Read in torch 2.13: gloo has no reduce-scatter of its own.)
@@ -221,13 +216,14 @@ _DTYPES = {
 
 
 @contextlib.contextmanager
-def sent_in(ranks: int) -> Iterator[Sent]:
-    """Everything that this process, one of `ranks`, sends inside; the list is filled at the end.
+def sent_in(ranks: int) -> Iterator[list[Collective]]:
+    """Everything that this process, one of `ranks`, sends inside, in the order in which it began;
+    the list is filled at the end.
 
     Raises:
         RuntimeError: something was sent that is not understood.
     """
-    sent = Sent()
+    sent: list[Collective] = []
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler:
         yield sent
         # Gloo's thread ends its event after those that wait for it go on.

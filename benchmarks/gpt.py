@@ -37,7 +37,7 @@ from benchmarks.harness.timing import (
     take_turns,
 )
 from benchmarks.harness.ways import Way
-from benchmarks.models import Sample
+from benchmarks.models import tokens
 from benchmarks.step_times import AUTOCAST, FP32, O1, O2, OURS, Begun, Timed, ways
 from mpcompile import compiled_plans
 from mpcompile.demo.gpt import GPT, GPTConfig
@@ -128,8 +128,8 @@ class Trainee(Begun):
     """The GPT under one arm, with AdamW."""
 
     def __init__(self, name: str, work: Work, device: torch.device) -> None:
-        shape = (work.batch, work.model.context)
-        sample = Sample(shape, shape, work.model.vocab, work.model.vocab)
+        vocab = work.model.vocab
+        sample = tokens(work.batch, work.model.context, vocab, vocab)
         timed = Timed("GPT", functools.partial(GPT, work.model), sample, work.steps)
         super().__init__(_ways(device, work.emit)[name], timed, work.emit, device)
         adam = functools.partial(torch.optim.AdamW, lr=1e-4)

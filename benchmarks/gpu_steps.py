@@ -23,17 +23,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from benchmarks.harness.ways import Way, trainer_for
 from benchmarks.models import (
     GPT2,
+    STILL,
     BERTEncoder,
     Discriminator,
     Generator,
     Recommender,
     Sample,
     ViT,
+    pixels,
     resnet50,
+    tokens,
 )  # fmt: skip
-from mpcompile import MPOptimizer, mpcompile
 from mpcompile.devices.gpus import GPU
 
 # Seconds from one kernel of a CUDA graph to the next, however short; the host takes longer.
@@ -46,32 +49,21 @@ STEPS = 3  # the second is as all others; that one is compiled for
 SETTLED = "grad_scaler"  # the default searches in the first step, then they are as with this
 
 
-@dataclasses.dataclass(frozen=True)
-class Arm:
-    """One way to train.
-
-    Attributes:
-        level: mpcompile's; "": a peer.
-        autocast: FP16, with a GradScaler.
-        recompute: `recompute=True`.
-        generated: an `MPOptimizer` around AdamW; otherwise it is `fused=True`.
-    """
-
-    name: str
-    level: str = ""
-    autocast: bool = False
-    recompute: bool = False
-    generated: bool = False
-
-    def around(self) -> Arm:
-        return dataclasses.replace(self, name=f"{self.name}, MPOptimizer", generated=True)
+FP32 = Way("compile FP32", compiled=True, fused=True)
+AUTOCAST = Way("compile + autocast + GradScaler", torch.float16, compiled=True, fused=True)
 
 
-FP32 = Arm("compile FP32")
-AUTOCAST = Arm("compile + autocast + GradScaler", autocast=True)
-_PLAIN = (Arm("mpcompile O1", level="O1"), Arm("mpcompile O2", level="O2"))
-_RECOMPUTES = Arm("mpcompile O2, MPOptimizer, recompute", "O2", recompute=True, generated=True)
-OURS = (*(arm for plain in _PLAIN for arm in (plain, plain.around())), _RECOMPUTES)
+def _ours(level: str, what: str = "", **options: Any) -> Way:
+    """`what` beside the level; an `MPOptimizer` is around AdamW where that says so."""
+    return Way(f"mpcompile {level}{what}", torch.float16, level, fused=True,
+               generated="MPOptimizer" in what, options={"loss_scale": SETTLED, **options}
+               )  # fmt: skip
+
+
+OURS = (
+    *(_ours(level, what) for level in ("O1", "O2") for what in ("", ", MPOptimizer")),
+    _ours("O2", ", MPOptimizer, recompute", recompute=True),
+)
 ARMS = (FP32, AUTOCAST, *OURS)
 
 
@@ -99,38 +91,29 @@ COUNTED = (2, 4)
 CHECKED = 6
 
 
-def _tokens(length: int, vocab: int, classes: int) -> Callable[[int], Sample]:
-    return lambda batch: Sample((batch, length), (batch, length), classes, vocab)
-
-
-def _images(size: int = 224, classes: int = 1000) -> Callable[[int], Sample]:
-    return lambda batch: Sample((batch, 3, size, size), (batch,), classes)
-
-
 def _gan(**sizes: int) -> tuple[nn.Module, nn.Module]:
     return Generator(**sizes), Discriminator(**sizes)
 
 
-# No dropout: every arm would draw and keep the same masks.
-_STILL: dict[str, Any] = {"dropout": 0.0, "attention_dropout": 0.0}
 CASES = (
-    Case("GPT-2 124M, T1024", functools.partial(GPT2, **_STILL), {"h100": 16, "t4": 2},
-         _tokens(1024, 50257, 50257), layers=12),
-    Case("BERT-large, T512", functools.partial(BERTEncoder, **_STILL), {"h100": 32, "t4": 4},
-         _tokens(512, 30522, 2), layers=24),
-    Case("ViT-B/16", ViT, {"h100": 128, "t4": 16}, _images()),
-    Case("ResNet-50", resnet50, {"h100": 256, "t4": 32}, _images()),
+    Case("GPT-2 124M, T1024", functools.partial(GPT2, **STILL), {"h100": 16, "t4": 2},
+         lambda batch: tokens(batch, 1024, 50257, 50257), layers=12),
+    Case("BERT-large, T512", functools.partial(BERTEncoder, **STILL), {"h100": 32, "t4": 4},
+         lambda batch: tokens(batch, 512, 30522, 2), layers=24),
+    Case("ViT-B/16", ViT, {"h100": 128, "t4": 16}, pixels),
+    Case("ResNet-50", resnet50, {"h100": 256, "t4": 32}, pixels),
     Case("DLRM", functools.partial(Recommender, rows=1000), {"h100": 16384, "t4": 16384},
          lambda batch: Sample((batch, 13), (batch,), 2)),
-    Case("DCGAN", _gan, {"h100": 128, "t4": 128}, _images(64)),
+    Case("DCGAN", _gan, {"h100": 128, "t4": 128}, lambda batch: pixels(batch, 64)),
 )  # fmt: skip
 
 # For a smoke test.
 TINY = (
     Case("GPT-2, tiny", functools.partial(GPT2, vocab=61, context=16, width=64, heads=2,
-         layers=2, **_STILL),
-         {"h100": 2, "t4": 2}, _tokens(16, 61, 61)),
-    Case("DCGAN, tiny", functools.partial(_gan, width=8), {"h100": 2, "t4": 2}, _images(64)),
+         layers=2, **STILL),
+         {"h100": 2, "t4": 2}, lambda batch: tokens(batch, 16, 61, 61)),
+    Case("DCGAN, tiny", functools.partial(_gan, width=8), {"h100": 2, "t4": 2},
+         lambda batch: pixels(batch, 64)),
 )  # fmt: skip
 TINY_ARMS = (AUTOCAST, OURS[3])
 
@@ -145,26 +128,12 @@ class Training:
         stepped: which of the kernels counted, by number, an optimizer or the scaler asked for.
     """
 
-    def __init__(self, models: Sequence[nn.Module], arm: Arm, counter: Counter) -> None:
-        self.arm, self.counter = arm, counter
-        self.models, self.optimizers = [], []
-        for model in models:
-            if arm.level:
-                compiled = mpcompile(
-                    model,
-                    dtype=torch.float16,
-                    level=arm.level,
-                    recompute=arm.recompute,
-                    loss_scale=SETTLED,
-                    strict=True,
-                )
-            else:
-                model.compile()
-                compiled = model
-            adam = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-            self.models.append(compiled)
-            self.optimizers.append(MPOptimizer(adam) if arm.generated else adam)
-        self.scaler = torch.amp.GradScaler("cuda", enabled=arm.autocast)
+    def __init__(self, models: Sequence[nn.Module], arm: Way, counter: Counter) -> None:
+        self.counter = counter
+        self.trainer = trainer_for(arm, "inductor", torch.device("cuda"))
+        self.models = [self.trainer.compiled(model) for model in models]
+        adam = functools.partial(torch.optim.AdamW, lr=1e-4)
+        self.optimizers = [self.trainer.optimizer(adam, [*m.parameters()]) for m in self.models]
         self.stepped: set[int] = set()
 
     def step(self, batch: Sequence[Tensor]) -> None:
@@ -172,19 +141,19 @@ class Training:
         if len(self.models) == 2:
             self._adversarial(batch[0])
         else:
-            self._backward(self._forward(0, *batch))
+            self.trainer.backward(self._forward(0, *batch))
             self._update(0)
         with self._stepping():
-            self.scaler.update()
+            self.trainer.done()
 
     def _adversarial(self, images: Tensor) -> None:
         """The step of PyTorch's DCGAN tutorial."""
         real, fake = torch.ones(len(images)), torch.zeros(len(images))
         made = self._forward(0, torch.randn(len(images), 100, 1, 1))
-        self._backward(self._judge(images, real))
-        self._backward(self._judge(made.detach(), fake))
+        self.trainer.backward(self._judge(images, real))
+        self.trainer.backward(self._judge(made.detach(), fake))
         self._update(1)
-        self._backward(self._judge(made, real))
+        self.trainer.backward(self._judge(made, real))
         self._update(0)
 
     def _judge(self, images: Tensor, wanted: Tensor) -> Tensor:
@@ -192,18 +161,13 @@ class Training:
         return F.binary_cross_entropy_with_logits(logits.float(), wanted)
 
     def _forward(self, which: int, *inputs: Tensor) -> Tensor:
-        low = torch.autocast("cuda", torch.float16)
-        with low if self.arm.autocast else contextlib.nullcontext():
+        with self.trainer.forward():
             result: Tensor = self.models[which](*inputs)
         return result
 
-    def _backward(self, loss: Tensor) -> None:
-        self.scaler.scale(loss).backward()
-
     def _update(self, which: int) -> None:
         with self._stepping():
-            self.scaler.step(self.optimizers[which])
-            self.optimizers[which].zero_grad()
+            self.trainer.step(self.optimizers[which])
 
     @contextlib.contextmanager
     def _stepping(self) -> Iterator[None]:
@@ -216,7 +180,7 @@ Counts = dict[str, dict[str, float]]  # of a part of the step: quantity -> how m
 
 
 def counted(
-    case: Case, arm: Arm, device: fakecuda.FakeGPU, counter: Counter, name: str, **sizes: int
+    case: Case, arm: Way, device: fakecuda.FakeGPU, counter: Counter, name: str, **sizes: int
 ) -> Counts:
     """What one step of a model of these sizes asks for."""
     torch._dynamo.reset()
@@ -238,7 +202,7 @@ def counted(
     }
 
 
-def whole(case: Case, arm: Arm, device: fakecuda.FakeGPU, counter: Counter, name: str) -> Counts:
+def whole(case: Case, arm: Way, device: fakecuda.FakeGPU, counter: Counter, name: str) -> Counts:
     """The same for a model of all its layers: of many alike, from what two smaller models ask for.
 
     How far a third is from what these two say is told for one arm.

@@ -36,7 +36,7 @@ from benchmarks.harness.timing import (
     ratio,
     summarize,
 )
-from benchmarks.models import GPT2, Sample, Tagger
+from benchmarks.models import GPT2, STILL, Sample, Tagger, tokens
 from mpcompile import MPOptimizer, mpcompile
 from mpcompile.optim.decide import Decision
 from mpcompile.optim.rests_on import OfStep
@@ -113,19 +113,17 @@ class Work:
     emit: str = "inductor"
 
 
-_GPT = functools.partial(
-    GPT2, vocab=128, context=16, width=32, layers=2, heads=2, dropout=0.0, attention_dropout=0.0
-)
+_GPT = functools.partial(GPT2, vocab=128, context=16, width=32, layers=2, heads=2, **STILL)
 WORK = Work(
     {
         "one linear, 32": linears(32, 32),
         "two linears, 32": linears(32, 32, 32),
         "MLP, five linears, 64": linears(*(64,) * 6),
         "MLP, sixteen linears, 32": linears(*(32,) * 17),
-        "GPT, 32 wide, two layers": with_loss(_GPT, Sample((1, 16), (1, 16), 128, 128), *DTYPES),
+        "GPT, 32 wide, two layers": with_loss(_GPT, tokens(1, 16, 128, 128), *DTYPES),
         # In FP16 the peer fails on a CPU: oneDNN has no such LSTM.
         "LSTM tagger, 32 wide": with_loss(
-            functools.partial(Tagger, width=32), Sample((2, 8), (2, 8), 16, 256), "BF16"
+            functools.partial(Tagger, width=32), tokens(2, 8, 256, 16), "BF16"
         ),
     }
 )

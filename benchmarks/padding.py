@@ -29,7 +29,7 @@ from benchmarks.harness.timing import (
     take_turns,
 )
 from benchmarks.harness.ways import Way
-from benchmarks.models import Detector, Recommender, Sample
+from benchmarks.models import Detector, Recommender, Sample, tokens
 from benchmarks.step_times import Begun, Timed, Work
 from mpcompile import compiled_plans
 from mpcompile.demo.gpt import GPT, GPTConfig
@@ -40,7 +40,7 @@ def run(settings: Settings) -> Report:
     device = settings.device
     full = CUDA if device.type == "cuda" else CPU
     work = TINY if settings.quick else full
-    found = measure_all(work, device)
+    found = {timed.name: _measure(timed, work, device) for timed in work.models}
     return Report(
         title=f"Padding for Tensor Cores on {where(device)}",
         notes=_notes(work, device),
@@ -60,9 +60,8 @@ PEERS, OURS = (NO_PADDING, PAD_MM), (NEVER, AUTO, ALWAYS)
 
 def _gpt(batch: int, steps: int, **sizes: int) -> Timed:
     config = GPTConfig(**{"vocab": 50257, **sizes})
-    shape = (batch, config.context)
     name = f"GPT, {config.layers} layers, width {config.width}, {config.vocab} words"
-    sample = Sample(shape, shape, config.vocab, vocab=config.vocab)
+    sample = tokens(batch, config.context, config.vocab, config.vocab)
     return Timed(name, functools.partial(GPT, config), sample, steps)
 
 
@@ -118,11 +117,6 @@ class Found:
     passes: dict[str, float]
     shares: dict[str, float]
     before: float
-
-
-def measure_all(work: Work, device: torch.device) -> dict[str, Found]:
-    """Time each model under every arm, one model after the other; what each showed, by name."""
-    return {timed.name: _measure(timed, work, device) for timed in work.models}
 
 
 def _measure(timed: Timed, work: Work, device: torch.device) -> Found:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from benchmarks.harness.report import Report, Settings, paragraphs, where
 from benchmarks.harness.ways import Trainer
-from benchmarks.models import GPT2, BERTEncoder, Sample, ViT, resnet50
+from benchmarks.models import GPT2, STILL, BERTEncoder, Sample, ViT, pixels, resnet50, tokens
 from benchmarks.papers.task import Metrics, Task
 from benchmarks.peers import make_report
 from benchmarks.peers.measure import AUTOCAST, COMPILED, OURS, Work, measure_all, measure_some
@@ -68,30 +68,25 @@ Batch = Mapping[str, Tensor]
 Loss = Callable[[nn.Module, Batch], Tensor]
 
 
-@dataclasses.dataclass(frozen=True)
-class _Model:
-    """How one is made and called.
+class _Training:
+    """The step of a script that someone would write for the model: AdamW, one batch.
 
-    Attributes:
-        build: the model.
-        draw: a batch.
+    Args:
         loss: of the model and a batch; it calls the model.
     """
 
-    build: Callable[[], nn.Module]
-    draw: Callable[[], Batch]
-    loss: Loss
-
-
-class _Training:
-    """The step of a script that someone would write for the model: AdamW, one batch."""
-
-    def __init__(self, trainer: Trainer, model: _Model) -> None:
-        self._trainer, self._loss = trainer, model.loss
-        self._model = trainer.model(model.build())
+    def __init__(
+        self,
+        trainer: Trainer,
+        build: Callable[[], nn.Module],
+        draw: Callable[[], Batch],
+        loss: Loss,
+    ) -> None:
+        self._trainer, self._loss = trainer, loss
+        self._model = trainer.model(build())
         make = functools.partial(torch.optim.AdamW, lr=1e-4)
         self._optimizer = trainer.optimizer(make, list(self._model.parameters()))
-        self._batch = {name: x.to(trainer.device) for name, x in model.draw().items()}
+        self._batch = {name: x.to(trainer.device) for name, x in draw().items()}
         self.update = trainer.whole(self._update)
 
     def _update(self, batch: Batch) -> Tensor:
@@ -111,17 +106,16 @@ class _Training:
 
 
 def _task(name: str, build: Callable[[], nn.Module], draw: Callable[[], Batch], loss: Loss) -> Task:
-    model = _Model(build, draw, loss)
     return Task(
         name=name, claim="", data="random", metric="", higher=False, steps=1,
-        start=lambda trainer, seed: _Training(trainer, model),
+        start=lambda trainer, seed: _Training(trainer, build, draw, loss),
     )  # fmt: skip
 
 
 # -- language --------------------------------------------------------------------------------------
 
 
-def _of_transformers(model: str, config: str, **sizes: Any) -> nn.Module:
+def of_transformers(model: str, config: str, **sizes: Any) -> nn.Module:
     import transformers
 
     made: nn.Module = getattr(transformers, model)(getattr(transformers, config)(**sizes))
@@ -143,7 +137,7 @@ def _gpt2(batch: int, length: int, **sizes: Any) -> Task:
     settings = {
         "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "use_cache": False, **sizes,
     }  # fmt: skip
-    build = functools.partial(_of_transformers, "GPT2LMHeadModel", "GPT2Config", **settings)
+    build = functools.partial(of_transformers, "GPT2LMHeadModel", "GPT2Config", **settings)
     draw = functools.partial(_tokens, batch, length, sizes.get("vocab_size", 50257))
     return _task(f"GPT-2 124M, B{batch} T{length}", build, draw, _own_loss)
 
@@ -154,7 +148,7 @@ def _llama(batch: int, length: int, **sizes: Any) -> Task:
         "hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12,
         "num_attention_heads": 12, "vocab_size": 32000, "use_cache": False, **sizes,
     }  # fmt: skip
-    build = functools.partial(_of_transformers, "LlamaForCausalLM", "LlamaConfig", **settings)
+    build = functools.partial(of_transformers, "LlamaForCausalLM", "LlamaConfig", **settings)
     draw = functools.partial(_tokens, batch, length, settings["vocab_size"])
     return _task(f"Llama-like 0.1B, B{batch} T{length}", build, draw, _own_loss)
 
@@ -164,7 +158,7 @@ def _bert(name: str, batch: int, length: int, **sizes: Any) -> Task:
         "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "num_labels": 2, **sizes,
     }  # fmt: skip
     model = "BertForSequenceClassification"
-    build = functools.partial(_of_transformers, model, "BertConfig", **settings)
+    build = functools.partial(of_transformers, model, "BertConfig", **settings)
 
     def draw() -> Batch:
         tokens = torch.randint(sizes.get("vocab_size", 30522), (batch, length))
@@ -180,27 +174,25 @@ def _image_loss(model: nn.Module, batch: Batch) -> Tensor:
     return F.cross_entropy(model(batch["images"]), batch["labels"])
 
 
-def _images(name: str, model: str, batch: int, size: int, **sizes: Any) -> Task:
-    def build() -> nn.Module:
-        made: nn.Module = timm().create_model(model, **sizes)
-        return made.train()
+def of_timm(model: str, **sizes: Any) -> nn.Module:
+    made: nn.Module = timm().create_model(model, **sizes)
+    return made.train()
 
+
+def _images(name: str, model: str, batch: int, size: int, **sizes: Any) -> Task:
     def draw() -> Batch:
         images = torch.randn(batch, 3, size, size)
         return {"images": images, "labels": torch.randint(1000, (batch,))}
 
+    build = functools.partial(of_timm, model, **sizes)
     return _task(f"{name}, B{batch}, {size} px", build, draw, _image_loss)
 
 
 # -- without their libraries -----------------------------------------------------------------------
 
 
-def _by_itself(
-    name: str, build: Callable[[], nn.Module], shape: tuple[int, ...], targets: tuple[int, ...],
-    classes: int, vocab: int = 0,
-) -> Task:  # fmt: skip
+def _by_itself(name: str, build: Callable[[], nn.Module], sample: Sample) -> Task:
     """The same network from plain torch.nn, whose call returns the loss."""
-    sample = Sample(shape, targets, classes, vocab)
 
     def draw() -> Batch:
         x, wanted = sample.draw(torch.device("cpu"))
@@ -213,8 +205,6 @@ def _by_itself(
     return _task(name, build, draw, loss)
 
 
-_STILL: dict[str, Any] = {"dropout": 0.0, "attention_dropout": 0.0}
-
 BY_DEVICE = {
     "cpu": (
         _gpt2(2, 256),
@@ -225,12 +215,12 @@ BY_DEVICE = {
     ),
     # Those whose steps `gpu_traffic` counts. A machine with a GPU may lack transformers and timm.
     "cuda": (
-        _by_itself("GPT-2 124M, B16 T1024", functools.partial(GPT2, **_STILL), (16, 1024),
-                   (16, 1024), 50257, 50257),
-        _by_itself("BERT-large, B32 T512", functools.partial(BERTEncoder, **_STILL), (32, 512),
-                   (32, 512), 2, 30522),
-        _by_itself("ResNet-50, B256, 224 px", resnet50, (256, 3, 224, 224), (256,), 1000),
-        _by_itself("ViT-B/16, B128, 224 px", ViT, (128, 3, 224, 224), (128,), 1000),
+        _by_itself("GPT-2 124M, B16 T1024", functools.partial(GPT2, **STILL),
+                   tokens(16, 1024, 50257, 50257)),
+        _by_itself("BERT-large, B32 T512", functools.partial(BERTEncoder, **STILL),
+                   tokens(32, 512, 30522, 2)),
+        _by_itself("ResNet-50, B256, 224 px", resnet50, pixels(256)),
+        _by_itself("ViT-B/16, B128, 224 px", ViT, pixels(128)),
     ),
 }  # fmt: skip
 """Device type -> what is timed there: what a step of some seconds, or of some 100 ms, holds."""

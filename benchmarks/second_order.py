@@ -13,13 +13,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import json
-import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import prod
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -187,14 +184,11 @@ def _counted() -> Iterator[dict[bool, int]]:
     flops = {True: 0, False: 0}
     with torch.profiler.profile(record_shapes=True) as seen:
         yield flops
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "trace.json"
-        seen.export_chrome_trace(str(path))
-        events = json.loads(path.read_text())["traceEvents"]
-    for event in events:
-        if (operands := _PRODUCTS.get(event.get("name"))) is None:
+    assert seen.profiler is not None
+    for event in seen.profiler.kineto_results.events():
+        if (operands := _PRODUCTS.get(event.name())) is None:
             continue
-        shapes, kinds = event["args"]["Input Dims"], event["args"]["Input type"]
+        shapes, kinds = event.shapes(), event.dtypes()
         left, right = (shapes[i] for i in operands)
         columns = right[-1] if len(right) > 1 else 1
         flops[kinds[operands[0]] in _LOW] += 2 * prod(left) * columns

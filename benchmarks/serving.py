@@ -18,14 +18,14 @@ from torch import Tensor, nn
 from benchmarks.harness.report import Report, Settings, Table, paragraphs, plain, where
 from benchmarks.harness.timing import (
     Arm,
+    auto_or,
     how_compared,
     idle_wait,
-    low_dtype,
     ratio,
     summarize,
     take_turns,
 )
-from benchmarks.zoo.timm_models import timm
+from benchmarks.real_models import of_timm, of_transformers
 from mpcompile import mpcompile
 
 DEVICES = ("cpu",)
@@ -61,35 +61,24 @@ class Work:
 def _generation(batch: int, prompt: int, new: int, **sizes: int) -> Served:
     """GPT-2 124M, but for the sizes that are given."""
 
-    def build() -> nn.Module:
-        from transformers import GPT2Config, GPT2LMHeadModel
-
-        return GPT2LMHeadModel(GPT2Config(**sizes))
-
     def ask(model: Any, tokens: Tensor) -> object:
         return model.generate(
             tokens, max_new_tokens=new, min_new_tokens=new, do_sample=False, pad_token_id=0
         )
 
+    build = functools.partial(of_transformers, "GPT2LMHeadModel", "GPT2Config", **sizes)
     draw = functools.partial(torch.randint, sizes.get("vocab_size", 50257), (batch, prompt))
     return Served(f"GPT-2, B{batch}, {prompt} + {new} tokens", build, draw, ask, dynamic=True)
 
 
 def _bert(batch: int) -> Served:
-    def build() -> nn.Module:
-        from transformers import BertConfig, BertForSequenceClassification
-
-        return BertForSequenceClassification(BertConfig())
-
+    build = functools.partial(of_transformers, "BertForSequenceClassification", "BertConfig")
     draw = functools.partial(torch.randint, 30522, (batch, 128))
     return Served(f"BERT-base, B{batch} T128", build, draw, lambda model, x: model(x).logits)
 
 
 def _image(name: str, model: str, batch: int, size: int) -> Served:
-    def build() -> nn.Module:
-        made: nn.Module = timm().create_model(model)
-        return made
-
+    build = functools.partial(of_timm, model)
     draw = functools.partial(torch.randn, batch, 3, size, size)
     return Served(f"{name}, B{batch}, {size} px", build, draw, lambda model, x: model(x))
 
@@ -150,7 +139,7 @@ def _timed(served: Served, work: Work, device: torch.device) -> dict[str, list[f
         model.load_state_dict(weights)
         if name == OURS:
             dynamic = served.dynamic or None
-            mpcompile(model, dtype=low_dtype(device), emit=work.emit, dynamic=dynamic)
+            mpcompile(model, dtype=auto_or(torch.bfloat16, device), emit=work.emit, dynamic=dynamic)
         elif name != EAGER:
             model.compile(backend=work.emit, dynamic=served.dynamic or None)
         return model

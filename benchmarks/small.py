@@ -24,19 +24,14 @@ from benchmarks.harness.timing import (
     summarize,
     take_turns,
 )
-from benchmarks.models import GPT2, MLP, Sample, Tagger
+from benchmarks.models import GPT2, MLP, STILL, Sample, Tagger, tokens
 from benchmarks.step_times import AUTOCAST, OURS, PEERS, REFUSED, Begun, Timed, Work, ways
 
 
 def _transformer(width: int, length: int, layers: int = 2) -> functools.partial[GPT2]:
     return functools.partial(
-        GPT2, vocab=128, context=length, width=width, layers=layers, heads=2, dropout=0.0,
-        attention_dropout=0.0,
+        GPT2, vocab=128, context=length, width=width, layers=layers, heads=2, **STILL
     )  # fmt: skip
-
-
-def _tokens(batch: int, length: int, vocab: int, classes: int) -> Sample:
-    return Sample((batch, length), (batch, length), classes, vocab)
 
 
 WORK = Work(
@@ -44,9 +39,9 @@ WORK = Work(
         Timed("MLP, B32 D32", functools.partial(MLP, inputs=32, width=32),
               Sample((32, 32), (32,), 10), steps=200),
         Timed("MLP, B64 D64", MLP, Sample((64, 64), (64,), 10), steps=200),
-        Timed("GPT, B4 T32 D32 L2", _transformer(32, 32), _tokens(4, 32, 128, 128), steps=40),
-        Timed("GPT, B8 T32 D64 L2", _transformer(64, 32), _tokens(8, 32, 128, 128), steps=40),
-        Timed("LSTM tagger, B8 T16 D64", Tagger, _tokens(8, 16, 256, 16), steps=40),
+        Timed("GPT, B4 T32 D32 L2", _transformer(32, 32), tokens(4, 32, 128, 128), steps=40),
+        Timed("GPT, B8 T32 D64 L2", _transformer(64, 32), tokens(8, 32, 128, 128), steps=40),
+        Timed("LSTM tagger, B8 T16 D64", Tagger, tokens(8, 16, 256, 16), steps=40),
     ),
     rounds=80,
 )  # fmt: skip
@@ -61,8 +56,8 @@ TINY = Work(
     models=(
         Timed("MLP", functools.partial(MLP, inputs=8, width=8, layers=1),
               Sample((4, 8), (4,), 10), steps=1),
-        Timed("GPT", _transformer(16, 8, layers=1), _tokens(2, 8, 128, 128), steps=1),
-        Timed("LSTM tagger", functools.partial(Tagger, width=8), _tokens(2, 4, 256, 16), steps=1),
+        Timed("GPT", _transformer(16, 8, layers=1), tokens(2, 8, 128, 128), steps=1),
+        Timed("LSTM tagger", functools.partial(Tagger, width=8), tokens(2, 4, 256, 16), steps=1),
     ),
     rounds=1,
     emit="eager",

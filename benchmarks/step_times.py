@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
-from benchmarks.harness.timing import low_dtype
+from benchmarks.harness.timing import auto_or
 from benchmarks.harness.ways import Way, trainer_for
 from benchmarks.models import Sample
 
@@ -46,7 +46,7 @@ class Work:
 
 def ways(device: torch.device) -> dict[str, Way]:
     """The arms, by name; with torch's fused optimizers where they have one."""
-    low = low_dtype(device)
+    low = auto_or(torch.bfloat16, device)
     found = (
         Way(FP32, compiled=True, fused=True),
         Way(AUTOCAST, torch.bfloat16, compiled=True, fused=True),

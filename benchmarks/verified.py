@@ -19,7 +19,6 @@ from __future__ import annotations
 import dataclasses
 import re
 import statistics
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,7 @@ from torch import nn
 from torch._dynamo.utils import compilation_time_metrics
 
 from benchmarks.harness.peak import peak_bytes
-from benchmarks.harness.processes import call_elsewhere
+from benchmarks.harness.processes import starts
 from benchmarks.harness.report import Report, Settings, Table, paragraphs, plain
 from benchmarks.harness.timing import Arm, idle_wait, seconds_of, take_turns
 from benchmarks.harness.timing import ratio as ratio_of
@@ -77,11 +76,8 @@ def run(settings: Settings) -> Report:
     for name, ways in found.items():
         for _ in range(rounds):
             for verify, first in ways.items():
-                with tempfile.TemporaryDirectory() as cache:
-                    cold, inductor, peak, live, first.said = call_elsewhere(
-                        "benchmarks.verified:first_step", name, device.type, verify,
-                        environment={"TORCHINDUCTOR_CACHE_DIR": cache},
-                    )  # fmt: skip
+                one = "benchmarks.verified:first_step", name, device.type, verify
+                ((cold, inductor, peak, live, first.said),) = starts(1, *one)
                 first.cold.append(cold)
                 first.inductor.append(inductor)
                 first.peak.append(peak)
@@ -119,9 +115,9 @@ def first_step(name: str, kind: str, verify: bool) -> tuple[float, float, int, i
 
 def _live(training: Training, trainer: Trainer, device: torch.device) -> int:
     """Bytes that are live at most while a step runs."""
-    states = [x for o in trainer.optimizers for s in o.state.values() for x in s.values()]
-    kept = [*trainer.models[0].parameters(), *trainer.models[0].buffers(), *states]
-    present = sum(x.nbytes for x in kept if isinstance(x, torch.Tensor))
+    model = trainer.models[0]
+    kept = [*model.parameters(), *model.buffers(), *trainer.kept()]
+    present = sum(x.nbytes for x in kept)
     return present + peak_bytes(training.step, device)
 
 

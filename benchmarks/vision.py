@@ -32,7 +32,7 @@ from benchmarks.harness.report import Report, Settings, Table, paragraphs
 from benchmarks.zoo import report as zoo
 from benchmarks.zoo.catalogue import TORCHVISION, rows_of
 from benchmarks.zoo.measure import BOTH, COMPILED, LEVELS
-from benchmarks.zoo.report import further_off, ratio_to
+from benchmarks.zoo.report import no_further_off, ratio_to
 
 DEVICES = ("cpu",)
 NEEDS = ("torchvision",)
@@ -66,11 +66,12 @@ def make_report(notes: Sequence[str], rows: Sequence[Row]) -> Report:
     if missing := [model for model in TORCHVISION if model not in there]:
         notes = [*notes, f"**Not measured yet: {', '.join(missing)}.**"]
     report = zoo.make_report(notes, rows, LEAST)
+    compared = no_further_off(rows, [(level, BOTH) for level in LEVELS])
     return dataclasses.replace(
         report,
         title="torchvision's models in FP16",
         tables=[*report.tables, _more(rows), _frames(rows)],
-        verdicts={**report.verdicts, **_verdicts(rows)},
+        verdicts={**report.verdicts, **compared},
     )
 
 
@@ -104,16 +105,3 @@ def _frames(rows: Sequence[Row]) -> Table:
 
 def _of_each(arms: Mapping[str, Row], say: Callable[[Row], int]) -> str:
     return " / ".join("-" if "failed" in arm else str(say(arm)) for arm in arms.values())
-
-
-def _verdicts(rows: Sequence[Row]) -> dict[str, bool]:
-    verdicts = {}
-    for level in LEVELS:
-        both = [
-            row for row in rows
-            if "arms" in row and all("error" in row["arms"][arm] for arm in (level, BOTH))
-        ]  # fmt: skip
-        near = sum(not further_off(row, level, BOTH) for row in both)
-        claim = f"{level}'s gradients no further off than {BOTH}'s"
-        verdicts[f"{claim}: {near} of {len(both)}"] = near == len(both)
-    return verdicts

@@ -31,6 +31,7 @@ from benchmarks.ablations.training import (
     UNSCALED,
     Magnitudes,
     Results,
+    lost,
     train_scaled,
     train_stored,
 )
@@ -94,7 +95,8 @@ def _table(title: str, results: Results) -> Table:
 
 
 def _lost_table(gradients: Magnitudes) -> Table:
-    rows = [(f"{scale:g}", f"{gradients.lost(scale):.1%}") for scale in (1.0, 8.0, 128.0, 2.0**16)]
+    shares, scales = gradients.shares(), (1.0, 8.0, 128.0, 2.0**16)
+    rows = [(f"{scale:g}", f"{lost(shares, scale):.1%}") for scale in scales]
     return Table(
         "Gradients of layers' outputs that round to zero in FP16", ("loss scale", "share"), rows
     )

@@ -256,10 +256,6 @@ class Magnitudes:
         total = self.counts.total() + self.zeros
         return {octave: count / total for octave, count in sorted(self.counts.items())}
 
-    def lost(self, scale: float) -> float:
-        """As the function `lost`, of what was seen."""
-        return lost(self.shares(), scale)
-
 
 def lost(shares: Mapping[int, float], scale: float) -> float:
     """The share that is zero in FP16 after multiplication by `scale`, a power of two.

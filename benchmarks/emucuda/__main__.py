@@ -14,8 +14,7 @@ import sys
 from pathlib import Path
 
 from benchmarks.cuda_parts.build import library
-
-ROOT = Path(__file__).parents[2]
+from benchmarks.harness.processes import ROOT
 
 
 def main() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.harness.processes import cold_and_warm
+from benchmarks.harness.processes import starts
 from benchmarks.harness.timing import idle_wait, seconds_of
 from mpcompile import MPOptimizer, mpcompile
 from mpcompile.demo import GPT, GPTConfig
@@ -49,12 +50,10 @@ class First:
     def over(self, peer: First) -> tuple[float, float]:
         """The medians, cold and warm, of how many times as long as the peer's it took."""
         pairs = (self.cold, peer.cold), (self.warm, peer.warm)
-        cold, warm = (statistics.median(map(_ratio, ours, theirs)) for ours, theirs in pairs)
+        cold, warm = (
+            statistics.median(map(operator.truediv, ours, theirs)) for ours, theirs in pairs
+        )
         return cold, warm
-
-
-def _ratio(ours: float, theirs: float) -> float:
-    return ours / theirs
 
 
 def measure_deep(deep: Deep, device: torch.device) -> dict[str, First]:
@@ -65,7 +64,7 @@ def measure_deep(deep: Deep, device: torch.device) -> dict[str, First]:
         for arm, seconds in found.items():
             how = (arm, device.type, deep.layers, deep.width, deep.emit)
             for seen, spent in zip(
-                (seconds.cold, seconds.warm), cold_and_warm(step, *how), strict=True
+                (seconds.cold, seconds.warm), starts(2, step, *how), strict=True
             ):
                 seen.append(spent)
     return found

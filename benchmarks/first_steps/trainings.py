@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +15,7 @@ from benchmarks.first_steps.deep import DEEP, SHALLOW, Deep
 from benchmarks.models import (
     GPT2,
     MLP,
+    STILL,
     Attention,
     BERTEncoder,
     Detector,
@@ -192,8 +192,7 @@ def _sampled(
     return _of(name, build, functools.partial(sample.draw, torch.device("cpu")), optimizer)
 
 
-def _with(optimizer: Callable[..., Optimizer], **settings: Any) -> MakeOptimizer:
-    return functools.partial(optimizer, **settings)
+_with = functools.partial
 
 
 def _text(config: GPTConfig, batch: int) -> Callable[[], Sequence[Tensor]]:
@@ -247,12 +246,9 @@ def _mse(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 
 
 _CONFIG = GPTConfig(vocab=256, context=32, width=64, layers=2, heads=2)
-_small_gpt2 = functools.partial(
-    GPT2, vocab=256, context=32, width=64, layers=2, heads=2, dropout=0.0, attention_dropout=0.0
-)
+_small_gpt2 = functools.partial(GPT2, vocab=256, context=32, width=64, layers=2, heads=2, **STILL)
 _small_bert = functools.partial(
-    BERTEncoder, vocab=256, context=32, width=64, layers=2, heads=2, dropout=0.0,
-    attention_dropout=0.0,
+    BERTEncoder, vocab=256, context=32, width=64, layers=2, heads=2, **STILL
 )  # fmt: skip
 _tokens = Sample((4, 32), (4, 32), 256, 256)
 

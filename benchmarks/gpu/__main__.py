@@ -22,7 +22,6 @@ from benchmarks.gpu.runner import (
     GRACE,
     PACKAGES,
     PASSED,
-    ROOT,
     Piece,
     Record,
     read,
@@ -30,6 +29,7 @@ from benchmarks.gpu.runner import (
     summary_table,
     write_summary,
 )
+from benchmarks.harness.processes import ROOT
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -25,7 +25,8 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent.parent
+from benchmarks.harness.processes import ROOT
+
 # A process group of its own, so that what a piece starts can be ended with it. (Not `preexec_fn`:
 # Python 3.12 warns of it where there are threads.)
 _GROUP: dict[str, Any] = (
@@ -206,7 +207,10 @@ def summary_table(records: Sequence[Record], out: Path) -> str:
 
 def write_summary(records: Sequence[Record], out: Path) -> None:
     """Write all three files; they say what is known now, so write them after every piece."""
-    versions = {line for record in records for line in _lines(record)}
+    # Two lines of one name: some pieces ran on another version.
+    versions = {
+        f"- {name}: {version}" for record in records for name, version in record.versions.items()
+    }
     known = "\n".join(
         ["# On a CUDA device", "", *sorted(versions), "", summary_table(records, out), ""]
     )
@@ -217,11 +221,6 @@ def write_summary(records: Sequence[Record], out: Path) -> None:
         for path in sorted(out.iterdir()):
             if path.name not in (ARCHIVE, PACKAGES):
                 archive.add(path, path.name)
-
-
-def _lines(record: Record) -> list[str]:
-    """Two lines of one name: some pieces ran on another version."""
-    return [f"- {name}: {version}" for name, version in record.versions.items()]
 
 
 def _last_line(folder: Path) -> str:

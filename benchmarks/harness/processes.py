@@ -56,13 +56,13 @@ def calls_elsewhere(
             raise RuntimeError(f"{function}: its process ended with {process.returncode}:\n{last}")
 
 
-def cold_and_warm(function: str, *arguments: Any) -> list[Any]:
-    """What a function returns in a fresh process with empty caches of Inductor's, and in another
-    one with those that the first one has left.
+def starts(number: int, function: str, *arguments: Any) -> list[Any]:
+    """What a function returns in a fresh process with empty caches of Inductor's, and in others
+    with those that the first one has left.
     """
     with tempfile.TemporaryDirectory() as cache:
         caches = {"TORCHINDUCTOR_CACHE_DIR": cache}
-        return [call_elsewhere(function, *arguments, environment=caches) for _ in range(2)]
+        return [call_elsewhere(function, *arguments, environment=caches) for _ in range(number)]
 
 
 if __name__ == "__main__":

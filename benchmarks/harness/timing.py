@@ -92,14 +92,9 @@ def seconds_of(
     return clock() - start
 
 
-def low_dtype(device: torch.device) -> torch.dtype | str:
-    """What a user would ask for: on a CPU "auto", which may find that nothing low is faster."""
-    return "auto" if device.type == "cpu" else torch.bfloat16
-
-
 def auto_or(dtype: torch.dtype, device: torch.device) -> torch.dtype | str:
-    """As `dtype="auto"` where that means this dtype, and may find that nothing low is faster. Else
-    the dtype: whoever names one gets it, fast or not.
+    """What a user would ask for: "auto" where that means this dtype, and may find that nothing low
+    is faster. Else the dtype: whoever names one gets it, fast or not.
     """
     return "auto" if dtype is capabilities(device).auto else dtype
 

@@ -17,6 +17,7 @@ from torch._dynamo.backends.registry import lookup_backend
 from torch._functorch import config as functorch
 
 from mpcompile import MPOptimizer, loss_scale_of, mpcompile
+from mpcompile.scaling import copies
 
 Model = TypeVar("Model", bound=nn.Module)
 Update = TypeVar("Update", bound=Callable[..., Any])
@@ -72,7 +73,10 @@ class Trainer:
 
         Its `forward` is never compiled: what judges a model calls that.
         """
-        model.to(self.device)
+        return self.compiled(model.to(self.device))
+
+    def compiled(self, model: Model) -> Model:
+        """The same for a model that is there already."""
         way = self.way
         if way.level and not way.whole:
             mpcompile(model, **self._options())
@@ -139,6 +143,17 @@ class Trainer:
             return []
         scales = [loss_scale_of(model) for model in self.models]
         return [(scale.value, scale.skipped_steps) for scale in scales]
+
+    def copies(self) -> list[Tensor]:
+        """Working copies of the models' weights."""
+        parameters = (p for model in self.models for p in model.parameters())
+        return [c.stored for p in parameters for c in copies.copies_of(p).values()]
+
+    def kept(self) -> list[Tensor]:
+        """What the optimizers keep between steps, and the working copies."""
+        states = (state for optimizer in self.optimizers for state in optimizer.state.values())
+        found = [value for state in states for value in state.values()]
+        return [*(value for value in found if isinstance(value, Tensor)), *self.copies()]
 
     def _clip(self, optimizer: Any) -> None:
         if id(optimizer) in self._clipped:

@@ -17,12 +17,13 @@ from benchmarks.models.images import (
     resnet18,
     resnet50,
 )
-from benchmarks.models.sample import Sample
-from benchmarks.models.sequences import GPT2, MLP, Attention, BERTEncoder, Tagger, ViT
+from benchmarks.models.sample import Sample, pixels, tokens
+from benchmarks.models.sequences import GPT2, MLP, STILL, Attention, BERTEncoder, Tagger, ViT
 
 __all__ = [
     "GPT2",
     "MLP",
+    "STILL",
     "Attention",
     "BERTEncoder",
     "Detector",
@@ -35,6 +36,8 @@ __all__ = [
     "UNet",
     "ViT",
     "drawn_as_dcgan",
+    "pixels",
     "resnet18",
     "resnet50",
+    "tokens",
 ]

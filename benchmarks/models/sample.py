@@ -34,3 +34,13 @@ class Sample:
         """Input and targets at random, from torch's current seed."""
         x = torch.randint(self.vocab, self.shape) if self.vocab else torch.randn(self.shape)
         return [x.to(device), torch.randint(self.classes, self.targets).to(device)]
+
+
+def tokens(batch: int, length: int, vocab: int, classes: int) -> Sample:
+    """Tokens, and a class for each."""
+    return Sample((batch, length), (batch, length), classes, vocab)
+
+
+def pixels(batch: int, size: int = 224, classes: int = 1000) -> Sample:
+    """Images in three colours, and a class for each."""
+    return Sample((batch, 3, size, size), (batch,), classes)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -100,6 +102,10 @@ class GPT2(nn.Module):
             x = layer(x)
         loss: Tensor = self.head(self.norm(x), self.tokens.weight, targets)
         return loss
+
+
+STILL: Mapping[str, Any] = {"dropout": 0.0, "attention_dropout": 0.0}
+"""Of GPT-2 and BERT: without dropout, whose masks every arm would draw, and keep."""
 
 
 class _TiedHead(nn.Module):

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
-from benchmarks.harness.processes import call_elsewhere
+from benchmarks.harness.processes import starts
 from benchmarks.harness.timing import Arm, idle_wait, low_beside, seconds_of, take_turns
 from mpcompile import LossScale, MPOptimizer, ir
 from mpcompile.scaling import copies
@@ -265,14 +264,9 @@ def measure_all(work: Work, device: torch.device) -> Measured:
 
 
 def _starts(device: torch.device) -> dict[str, float]:
-    return {name: _start(name, device) for name in (*(o.name for o in OURS), COMPILED)}
-
-
-def _start(name: str, device: torch.device) -> float:
-    with tempfile.TemporaryDirectory() as cache:
-        empty = {"TORCHINDUCTOR_CACHE_DIR": cache}
-        steps = "benchmarks.optimizer_step.measure:first_steps"
-        return float(call_elsewhere(steps, name, device.type, environment=empty))
+    step = "benchmarks.optimizer_step.measure:first_steps"
+    names = (*(ours.name for ours in OURS), COMPILED)
+    return {name: float(starts(1, step, name, device.type)[0]) for name in names}
 
 
 def first_steps(name: str, kind: str) -> float:

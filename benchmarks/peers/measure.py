@@ -29,7 +29,6 @@ from benchmarks.papers.rows import fingerprint
 from benchmarks.papers.task import Task, Training
 from benchmarks.step_times import REFUSED
 from mpcompile.demo.train import bytes_saved_for_backward
-from mpcompile.scaling import copies
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,24 +153,11 @@ class _Begun:
         """By hooks on what autograd saves; working copies of weights lie there anyway."""
         with bytes_saved_for_backward(nn.ModuleList(self.trainer.models)) as held:
             self.step()
-        low = (copy for model in self.trainer.models for copy in _copies(model))
-        anyway = {copy.untyped_storage().data_ptr() for copy in low}
+        anyway = {copy.untyped_storage().data_ptr() for copy in self.trainer.copies()}
         return sum(size for address, size in held.items() if address not in anyway)
 
     def state_bytes(self) -> int:
-        states = [
-            value
-            for optimizer in self.trainer.optimizers
-            for state in optimizer.state.values()
-            for value in state.values()
-            if isinstance(value, Tensor)
-        ]
-        low = [copy for model in self.trainer.models for copy in _copies(model)]
-        return sum(t.untyped_storage().nbytes() for t in (*states, *low))
-
-
-def _copies(model: nn.Module) -> list[Tensor]:
-    return [c.stored for p in model.parameters() for c in copies.copies_of(p).values()]
+        return sum(t.untyped_storage().nbytes() for t in self.trainer.kept())
 
 
 def _measured(task: Task, work: Work, device: torch.device) -> Row:

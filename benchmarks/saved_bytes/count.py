@@ -14,7 +14,16 @@ from torch import Tensor, fx, nn
 from torch._functorch import config as functorch
 from torch._inductor import compile_fx
 
-from benchmarks.models import GPT2, BERTEncoder, Sample, ViT, resnet50
+from benchmarks.models import (
+    GPT2,
+    STILL,
+    BERTEncoder,
+    Sample,
+    ViT,
+    pixels,
+    resnet50,
+    tokens,
+)  # fmt: skip
 from mpcompile import MPOptimizer, mpcompile
 from mpcompile.compiler import backend
 from mpcompile.compiler.plan_graph import Facts, Planned, plan_graph
@@ -221,24 +230,15 @@ class Case:
         return (*WAYS, *WITH_HEAD, *(way.at(BUDGET) for way in BUDGETED))
 
 
-def _tokens(batch: int, length: int, vocab: int, classes: int) -> Sample:
-    return Sample((batch, length), (batch, length), classes, vocab)
-
-
-def _images(batch: int, size: int = 224, classes: int = 1000) -> Sample:
-    return Sample((batch, 3, size, size), (batch,), classes)
-
-
-# No dropout: every arm would keep the same masks, a byte for each element. (And a CPU has no fused
-# kernel for attention with dropout.)
-STILL: dict[str, Any] = {"dropout": 0.0, "attention_dropout": 0.0}
+# Without dropout, whose masks would be a byte for each element. (And a CPU has no fused kernel for
+# attention with dropout.)
 CASES = (
     Case("GPT-2 124M, B16 T1024", functools.partial(GPT2, **STILL),
-         _tokens(16, 1024, 50257, 50257), head=True),
+         tokens(16, 1024, 50257, 50257), head=True),
     Case("BERT-large, B32 T512", functools.partial(BERTEncoder, **STILL),
-         _tokens(32, 512, 30522, 2)),
-    Case("ViT-B/16, B128", ViT, _images(128)),
-    Case("ResNet-50, B256", resnet50, _images(256)),
+         tokens(32, 512, 30522, 2)),
+    Case("ViT-B/16, B128", ViT, pixels(128)),
+    Case("ResNet-50, B256", resnet50, pixels(256)),
 )  # fmt: skip
 
 
@@ -257,14 +257,14 @@ class Work:
         return Case(
             f"GPT, B{self.batch} T{size.context} D{size.width} L{size.layers} V{size.vocab}",
             lambda: GPT(size),
-            _tokens(self.batch, size.context, size.vocab, size.vocab),
+            tokens(self.batch, size.context, size.vocab, size.vocab),
         )
 
 
 TINY = Work(
     cases=(
         Case("GPT-2, tiny", functools.partial(GPT2, vocab=61, context=16, width=32, layers=1,
-             heads=2, **STILL), _tokens(2, 16, 61, 61), head=True),
+             heads=2, **STILL), tokens(2, 16, 61, 61), head=True),
     ),
     run=GPTConfig(vocab=61, context=16, width=32, layers=1, heads=2),
     batch=2,

@@ -85,7 +85,7 @@ def make_report(
             "steps": {task.name: task.steps for task in work.tasks},
             "rows": plain(rows),
             "ratios": plain(ratios),
-            "starts": plain(starts),
+            "starts": starts,
         },
     )
 
@@ -163,16 +163,12 @@ def _table(name: str, row: Row, ratios: Mapping[str, Ratio]) -> Table:
 
 
 def _starts(starts: Mapping[str, Mapping[str, Started]]) -> Table:
+    arms = [arm for arm in ARMS if arm != EAGER]
     rows = [
-        (
-            name,
-            *(f"{by_arm[a].cold:.1f} / {by_arm[a].warm:.1f}" if a in by_arm else "" for a in arms),
-        )
-        for arms in [[arm for arm in ARMS if arm != EAGER]]
-        for name, by_arm in starts.items()
+        (name, *("{cold:.1f} / {warm:.1f}".format(**found[a]) if a in found else "" for a in arms))
+        for name, found in starts.items()
     ]
-    columns = ("", *(arm for arm in ARMS if arm != EAGER))
-    return Table("Starts, cold / warm, in seconds", columns, rows)
+    return Table("Starts, cold / warm, in seconds", ("", *arms), rows)
 
 
 def _verdicts(

@@ -7,21 +7,20 @@ import functools
 import statistics
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
 
 from benchmarks.harness.peak import peak_bytes
-from benchmarks.harness.processes import cold_and_warm
+from benchmarks.harness.processes import starts
 from benchmarks.harness.timing import Arm, auto_or, far_behind, idle_wait, seconds_of, take_turns
+from benchmarks.harness.ways import Way, trainer_for
 from benchmarks.step_times import REFUSED
 from benchmarks.whole_step.bare import Graphs
-from benchmarks.whole_step.tasks import DTYPES, Loss, Task, Work, work_for
-from mpcompile import MPCompileWarning, MPOptimizer, mpcompile
+from benchmarks.whole_step.tasks import DTYPES, Task, Work, work_for
+from mpcompile import MPCompileWarning
 from mpcompile.lower.tracing_settings import traced_with
-from mpcompile.scaling import copies
 
 
 @dataclasses.dataclass
@@ -135,16 +134,14 @@ WARM_UP = 3
 """Steps after which everything is compiled: the first in FP16 searches for the loss scale."""
 
 
-def _as_it_is(value: Any) -> Any:
-    return value
-
-
-class _Scaled:
-    """An optimizer as a GradScaler steps it."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler) -> None:
-        self.step = functools.partial(scaler.step, optimizer)
-        self.zero_grad = optimizer.zero_grad
+def _way(arm: str, dtype: str, device: torch.device) -> Way:
+    if arm not in OURS:
+        low = DTYPES[dtype] if arm == PEER else None
+        return Way(arm, low, compiled=arm == PEER, fused=arm != PLAIN)
+    return Way(
+        arm, auto_or(DTYPES[dtype], device), arm[-2:], options={"strict": False}, generated=True,
+        whole=arm in WHOLE,
+    )  # fmt: skip
 
 
 class Trainee:
@@ -157,41 +154,21 @@ class Trainee:
 
     def __init__(self, task: Task, arm: str, dtype: str, emit: str, device: torch.device) -> None:
         torch.manual_seed(0)
-        self.models = [model.to(device) for model in task.build()]
+        self.arm = arm
+        built = task.build()
         self._batch = [x.to(device) for x in task.draw()]
-        self.arm, self._emit = arm, emit
-        self._options: dict[str, Any] = {
-            "dtype": auto_or(DTYPES[dtype], device), "level": arm[-2:], "emit": emit
-        } if arm in OURS else {}  # fmt: skip
-        adam = functools.partial(torch.optim.AdamW, lr=1e-4, fused=arm in (EAGER, PEER))
-        self._optimizers = [adam(model.parameters()) for model in self.models]
-        low: Callable[[Loss], Loss] = _as_it_is
-        scaled: Callable[[Tensor], Tensor] = _as_it_is
-        steppers: list[Any] = self._optimizers
-        self._after: Callable[[], object] = lambda: None
-        if arm == PEER:
-            low = torch.autocast(device.type, DTYPES[dtype])
-            scaler = torch.amp.GradScaler(device.type, enabled=dtype == "FP16")
-            scaled, self._after = scaler.scale, scaler.update
-            steppers = [_Scaled(optimizer, scaler) for optimizer in self._optimizers]
-            for model in self.models:
-                model.compile(backend=emit)
-        elif arm in OURS:
-            steppers = [MPOptimizer(optimizer, emit=_kernels(emit)) for optimizer in steppers]
-            for model in self.models if arm in PIECES else ():
-                mpcompile(model, **self._options)
-        self._step = task.make(self.models, steppers, low, scaled)
+        self.trainer = trainer_for(_way(arm, dtype, device), emit, device)
+        self.models = [self.trainer.model(model) for model in built]
+        adam = functools.partial(torch.optim.AdamW, lr=1e-4, fused=False)
+        steppers = [self.trainer.optimizer(adam, [*m.parameters()]) for m in self.models]
+        self._step = self.trainer.whole(task.make(self.trainer, self.models, steppers))
         if arm == PLAIN:
             compiled = torch.compile(self._step, backend=emit)
             self._step = traced_with(compiled, trace_autograd_ops=True)
-        elif arm in WHOLE:
-            self._step = mpcompile(self._step, **self._options)
 
     def step(self) -> Tensor:
         """One step; returns its loss. Nothing waits for the device but a GradScaler."""
-        loss = self._step(*self._batch)
-        self._after()
-        return loss
+        return self._step(*self._batch)
 
     def warm_up(self) -> list[float]:
         """Compile everything. Returns the losses."""
@@ -203,7 +180,7 @@ class Trainee:
         """Whether each parameter has been updated by an optimizer."""
         return all(
             optimizer.state.get(p)
-            for model, optimizer in zip(self.models, self._optimizers, strict=True)
+            for model, optimizer in zip(self.models, self.trainer.optimizers, strict=True)
             for p in model.parameters()
         )
 
@@ -214,41 +191,26 @@ class Trainee:
     def held_bytes(self) -> int:
         """Bytes that lie there between steps, but for the batch."""
         tensors = [t for m in self.models for t in (*m.parameters(), *m.buffers())]
-        tensors += [
-            value
-            for optimizer in self._optimizers
-            for state in optimizer.state.values()
-            for value in state.values()
-            if isinstance(value, Tensor)
-        ]
+        tensors += self.trainer.kept()
         parameters = [p for model in self.models for p in model.parameters()]
-        tensors += [c.stored for p in parameters for c in copies.copies_of(p).values()]
         tensors += [p.grad for p in parameters if p.grad is not None]
         storages = {s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in tensors)}
         return sum(storages.values())
-
-
-def _kernels(emit: str) -> str:
-    """What an MPOptimizer's `emit` can be."""
-    return "inductor" if emit == "inductor" else "eager"
 
 
 # -- starts ----------------------------------------------------------------------------------------
 # Starts in fresh processes: from the call that compiles until everything is compiled.
 
 
-@dataclasses.dataclass(frozen=True)
-class Started:
-    """Seconds of a start with empty caches, and of one with those that this one has left."""
-
-    cold: float
-    warm: float
+Started = dict[str, float]
+"""Seconds of a "cold" start with empty caches, and of a "warm" one with those that it has left."""
 
 
 def measure_starts(row: str, arms: Sequence[str], device: torch.device) -> dict[str, Started]:
     """A cold and a warm start of each arm of a row, which has caches of its own."""
     steps = "benchmarks.whole_step.measure:first_steps"
-    return {arm: Started(*cold_and_warm(steps, row, arm, device.type)) for arm in arms}
+    found = {arm: starts(2, steps, row, arm, device.type) for arm in arms}
+    return {arm: dict(zip(("cold", "warm"), spent, strict=True)) for arm, spent in found.items()}
 
 
 def first_steps(row: str, arm: str, kind: str) -> float:

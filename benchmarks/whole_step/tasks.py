@@ -5,24 +5,30 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.models import MLP, Discriminator, Generator, Sample, Tagger, resnet18
+from benchmarks.harness.ways import Trainer
+from benchmarks.models import (
+    MLP,
+    Discriminator,
+    Generator,
+    Sample,
+    Tagger,
+    pixels,
+    resnet18,
+    tokens,
+)
 from mpcompile.demo.gpt import GPT, GPTConfig
 
 DTYPES: Mapping[str, torch.dtype] = {"FP16": torch.float16, "BF16": torch.bfloat16}
 
 TrainStep = Callable[..., Tensor]
-Loss = Callable[..., Tensor]
-MakeStep = Callable[
-    [Sequence[nn.Module], Sequence[torch.optim.Optimizer], Callable[[Loss], Loss],
-     Callable[[Tensor], Tensor]],
-    TrainStep,
-]  # fmt: skip
-"""(models, their optimizers, what is around a forward, what scales a loss) -> the training step."""
+MakeStep = Callable[[Trainer, Sequence[nn.Module], Sequence[Any]], TrainStep]
+"""(what trains, the models, their optimizers) -> the training step."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,34 +70,25 @@ class Work:
 
 
 def _one_model(
-    models: Sequence[nn.Module],
-    optimizers: Sequence[torch.optim.Optimizer],
-    low: Callable[[Loss], Loss],
-    scaled: Callable[[Tensor], Tensor],
+    trainer: Trainer, models: Sequence[nn.Module], optimizers: Sequence[Any]
 ) -> TrainStep:
     """Of a model that returns its loss."""
-    (optimizer,) = optimizers
-    forward = low(models[0])
+    (model,), (optimizer,) = models, optimizers
 
     def train_step(*batch: Tensor) -> Tensor:
-        loss = forward(*batch)
+        with trainer.forward():
+            loss: Tensor = model(*batch)
         # Before the backward: torch.compile leaves it out of the graph of a loss that is still read
         # when the graph breaks.
         result = loss.detach()
-        scaled(loss).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        trainer.backward(loss)
+        trainer.update(optimizer)
         return result
 
     return train_step
 
 
-def _gan(
-    models: Sequence[nn.Module],
-    optimizers: Sequence[torch.optim.Optimizer],
-    low: Callable[[Loss], Loss],
-    scaled: Callable[[Tensor], Tensor],
-) -> TrainStep:
+def _gan(trainer: Trainer, models: Sequence[nn.Module], optimizers: Sequence[Any]) -> TrainStep:
     """Of a generator, which learns first, and a discriminator; returns the sum of their losses.
 
     No two backwards go through one forward: torch.compile would make one graph of what they share,
@@ -99,26 +96,24 @@ def _gan(
     """
     generator, discriminator = models
     step_g, step_d = optimizers
-    make = low(generator)
 
-    @low
     def judge(images: Tensor, label: float) -> Tensor:
-        logits = discriminator(images)
-        return F.binary_cross_entropy_with_logits(logits, torch.full_like(logits, label))
+        with trainer.forward():
+            logits = discriminator(images)
+            return F.binary_cross_entropy_with_logits(logits, torch.full_like(logits, label))
 
     def train_step(images: Tensor, noise: Tensor) -> Tensor:
-        made = make(noise)
+        with trainer.forward():
+            made = generator(noise)
         fooled = judge(made, 1.0)
         result = fooled.detach()
-        scaled(fooled).backward()
-        step_g.step()
-        step_g.zero_grad()
+        trainer.backward(fooled)
+        trainer.step(step_g)
         step_d.zero_grad()
         told = judge(images, 1.0) + judge(made.detach(), 0.0)
         result = result + told.detach()
-        scaled(told).backward()
-        step_d.step()
-        step_d.zero_grad()
+        trainer.backward(told)
+        trainer.update(step_d)
         return result
 
     return train_step
@@ -142,8 +137,8 @@ def _mlp(width: int, batch: int, steps: int, *, starts: bool = False) -> Task:
 def _gpt(
     name: str, config: GPTConfig, batch: int, steps: int, *dtypes: str, starts: bool = False
 ) -> Task:
-    shape, build = (batch, config.context), functools.partial(GPT, config)
-    sample = Sample(shape, shape, config.vocab, config.vocab)
+    build = functools.partial(GPT, config)
+    sample = tokens(batch, config.context, config.vocab, config.vocab)
     return _sampled(name, build, sample, steps, *dtypes, starts=starts)
 
 
@@ -161,13 +156,8 @@ def dcgan(
     return Task(name, build, draw, _gan, steps, dtypes, starts)
 
 
-def _resnet(batch: int, size: int, steps: int, *dtypes: str, starts: bool = False) -> Task:
-    sample = Sample((batch, 3, size, size), (batch,), 1000)
-    return _sampled("ResNet-18 at 32 pixels", resnet18, sample, steps, *dtypes, starts=starts)
-
-
 _NARROW = GPTConfig(vocab=128, context=32, width=32, layers=2, heads=2)
-_TAGGER = Sample((8, 16), (8, 16), 16, 256)
+_TAGGER = tokens(8, 16, 256, 16)
 
 # In FP16 the loss is scaled. On a CPU wide products run in BF16 alone, and oneDNN has no FP16 LSTM.
 CPU = Work(
@@ -178,7 +168,7 @@ CPU = Work(
         _gpt("GPT 32 wide", _NARROW, 4, 30),
         dcgan("DCGAN", 16, 8, 4, "BF16", starts=True),
         _gpt("GPT of the demo", GPTConfig(), 8, 2, "BF16", starts=True),
-        _resnet(16, 32, 2, "BF16", starts=True),
+        _sampled("ResNet-18 at 32 pixels", resnet18, pixels(16, 32), 2, "BF16", starts=True),
     )
 )  # fmt: skip
 # Fewer: everything must be compiled and timed within some minutes.
@@ -195,7 +185,7 @@ TINY = Work(
         _sampled("MLP 8", functools.partial(MLP, inputs=8, width=8, layers=1),
                  Sample((4, 8), (4,), 10), 1, "FP16"),
         _sampled("LSTM tagger", functools.partial(Tagger, width=8),
-                 Sample((2, 4), (2, 4), 16, 256), 1, "BF16"),
+                 tokens(2, 4, 256, 16), 1, "BF16"),
     ),
     rounds=2,
     emit="eager",

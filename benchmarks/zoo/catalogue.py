@@ -35,12 +35,6 @@ _PIECE = 12
 """Models in one process: libraries are imported once for them, memory is given back after them."""
 
 
-def installed(libraries: Iterable[str]) -> list[str]:
-    """`library/model` of each of `libraries` that is there."""
-    there = [library for library in libraries if importlib.util.find_spec(library)]
-    return [f"{library}/{name}" for library in there for name in LIBRARIES[library]]
-
-
 def rows_of(
     report: str,
     libraries: Iterable[str],
@@ -51,10 +45,11 @@ def rows_of(
     piece: int = _PIECE,
     function: str = "benchmarks.zoo.measure:measure",
 ) -> list[dict[str, Any]]:
-    """Rows of all models of `libraries`, kept in `benchmarks/scratch/` as they come under the name
-    of a `report`; `quick`: of `few` of them, drawn once.
+    """Rows of all models of those `libraries` that are installed, kept in `benchmarks/scratch/` as
+    they come under the name of a `report`; `quick`: of `few` of them, drawn once.
     """
-    names = installed(libraries)
+    there = [library for library in libraries if importlib.util.find_spec(library)]
+    names = [f"{library}/{name}" for library in there for name in LIBRARIES[library]]
     if quick:
         return measure_each([name for name in names if name in few], 1, function=function)
     kept = SCRATCH / f"{report}_rows.jsonl"

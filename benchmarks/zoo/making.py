@@ -67,6 +67,21 @@ def hugging_face(
     return Entry(kind, build, draw, _own_loss)
 
 
+def to_be_compared(model: nn.Module) -> nn.Module:
+    """The same model with no dropout, which a few have unless told otherwise, and random numbers
+    everywhere.
+    """
+    for module in model.modules():
+        for rate in ("drop_rate", "drop_path_rate"):
+            if isinstance(getattr(module, rate, None), float):
+                setattr(module, rate, 0.0)
+        if isinstance(module, nn.Dropout) or type(module).__name__ == "StochasticDepth":
+            module.p = 0.0
+        elif type(module).__name__ == "DropPath":
+            module.drop_prob = 0.0
+    return random_everywhere(model)
+
+
 def random_everywhere(model: nn.Module) -> nn.Module:
     """The same model, in training mode, after every parameter of equal elements got random ones.
 
@@ -129,3 +144,14 @@ def waveform(length: int = 801) -> Callable[[torch.Generator], Inputs]:
         return {"input_values": values, "labels": torch.tensor([0, 1])}
 
     return draw
+
+
+def labelled(
+    generator: torch.Generator, size: int, rows: int, classes: int, frames: int = 0
+) -> Inputs:
+    """Images, or clips of `frames`, and a class for each."""
+    shape = (rows, 3, *([frames] if frames else []), size, size)
+    return {
+        "x": torch.randn(shape, generator=generator),
+        "labels": torch.randint(classes, (rows,), generator=generator),
+    }

@@ -38,7 +38,7 @@ def make_report(
 
 
 def _o2_and_autocast(rows: Sequence[Row]) -> str:
-    near, both = _near([row for row in rows if "arms" in row], "O2", AUTOCAST)
+    near, both = _near(rows, "O2", AUTOCAST)
     ratios = [ratio_to(row, "O2", AUTOCAST, "error") for row in rows if "arms" in row]
     known = sorted(ratio for ratio in ratios if ratio is not None)
     if not known:
@@ -97,9 +97,15 @@ def _verdicts(rows: Sequence[Row], least: Mapping[str, int]) -> dict[str, bool]:
     sound = sum(not faults(row) for row in comparable)
     claim = "models without a fault, of those that torch.compile trains"
     verdicts[f"{claim}: {sound} of {len(comparable)}"] = sound == len(comparable)
-    comparable = [row for row in comparable if "died" not in row]
-    for level, peer in (("O1", AUTOCAST), ("O2", HALF), ("O2", AUTOCAST)):
-        near, both = _near(comparable, level, peer)
+    pairs = (("O1", AUTOCAST), ("O2", HALF), ("O2", AUTOCAST))
+    return verdicts | no_further_off(comparable, pairs)
+
+
+def no_further_off(rows: Sequence[Row], pairs: Iterable[tuple[str, str]]) -> dict[str, bool]:
+    """Of each level and a peer of its."""
+    verdicts = {}
+    for level, peer in pairs:
+        near, both = _near(rows, level, peer)
         claim = f"{level}'s gradients no further off than {peer}'s"
         verdicts[f"{claim}: {near} of {both}"] = near == both
     return verdicts
@@ -107,7 +113,10 @@ def _verdicts(rows: Sequence[Row], least: Mapping[str, int]) -> dict[str, bool]:
 
 def _near(rows: Sequence[Row], level: str, peer: str) -> tuple[int, int]:
     """In how many rows the level isn't further off, and how many have both."""
-    both = [row for row in rows if all("error" in row["arms"][arm] for arm in (level, peer))]
+    both = [
+        row for row in rows
+        if "arms" in row and all("error" in row["arms"][arm] for arm in (level, peer))
+    ]  # fmt: skip
     return sum(not further_off(row, level, peer) for row in both), len(both)
 
 

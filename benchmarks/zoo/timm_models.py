@@ -10,15 +10,12 @@ from types import ModuleType
 from typing import Any
 from unittest import mock
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.zoo.making import Entry, Inputs, random_everywhere
+from benchmarks.zoo.making import Entry, Inputs, labelled, to_be_compared
 
 _CLASSES, _ROWS = 7, 4
-
-_RATES = ("drop_rate", "drop_path_rate")
 
 
 def _entry(kind: str, name: str, size: int, **sizes: Any) -> Entry:
@@ -28,24 +25,10 @@ def _entry(kind: str, name: str, size: int, **sizes: Any) -> Entry:
         package = timm()
         make = getattr(package.models, name)  # a class, or a function for one of its variants
         model: nn.Module = make(num_classes=_CLASSES, **sizes)
-        for module in model.modules():  # a few have dropout unless told otherwise
-            for rate in _RATES:
-                if isinstance(getattr(module, rate, None), float):
-                    setattr(module, rate, 0.0)
-            if isinstance(module, nn.Dropout):
-                module.p = 0.0
-            elif type(module).__name__ == "DropPath":
-                module.drop_prob = 0.0
-        return random_everywhere(model)
+        return to_be_compared(model)
 
-    return Entry(kind, build, functools.partial(_draw, size=size), _cross_entropy)
-
-
-def _draw(generator: torch.Generator, size: int) -> Inputs:
-    return {
-        "x": torch.randn(_ROWS, 3, size, size, generator=generator),
-        "labels": torch.randint(_CLASSES, (_ROWS,), generator=generator),
-    }
+    draw = functools.partial(labelled, size=size, rows=_ROWS, classes=_CLASSES)
+    return Entry(kind, build, draw, _cross_entropy)
 
 
 def _cross_entropy(model: nn.Module, inputs: Inputs) -> Tensor:

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -19,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.zoo.making import Entry, Inputs, random_everywhere
+from benchmarks.zoo.making import Entry, Inputs, labelled, to_be_compared
 
 _CLASSES = 5
 Draw = Callable[[torch.Generator, int], Inputs]
@@ -33,16 +35,19 @@ def _entry(
     sizes: Sequence[int],
 ) -> Entry:
     """`sizes` are the sides of images: the usual one, and all that come one after the other."""
-
-    def built() -> nn.Module:
-        model = build()
-        for module in model.modules():
-            if type(module).__name__ in ("Dropout", "StochasticDepth"):
-                module.p = 0.0
-        return random_everywhere(model)
-
     usual, *others = (functools.partial(draw, size=size) for size in sizes)
-    return Entry(kind, built, usual, loss, tuple(others))
+    return Entry(kind, lambda: to_be_compared(build()), usual, loss, tuple(others))
+
+
+def _named(path: str, **settings: Any) -> Callable[[], nn.Module]:
+    """A class, or a function for one of its variants, by its path below `torchvision.models`."""
+
+    def build() -> nn.Module:
+        make = operator.attrgetter(path)(importlib.import_module("torchvision.models"))
+        model: nn.Module = make(num_classes=_CLASSES, **settings)
+        return model
+
+    return build
 
 
 def _in_bf16(entry: Entry) -> Entry:
@@ -58,13 +63,7 @@ def _growing(size: int, steps: int = 10) -> range:
 # -- classification --------------------------------------------------------------------------------
 
 
-def _labelled(generator: torch.Generator, size: int, rows: int, frames: int = 0) -> Inputs:
-    """Images, or clips of `frames`, and a class for each."""
-    shape = (rows, 3, *([frames] if frames else []), size, size)
-    return {
-        "x": torch.randn(shape, generator=generator),
-        "labels": torch.randint(_CLASSES, (rows,), generator=generator),
-    }
+_labelled = functools.partial(labelled, classes=_CLASSES)
 
 
 def _cross_entropy(model: nn.Module, inputs: Inputs) -> Tensor:
@@ -75,52 +74,23 @@ def _cross_entropy(model: nn.Module, inputs: Inputs) -> Tensor:
     return loss + sum(0.3 * F.cross_entropy(logits, inputs["labels"]) for logits in beside)
 
 
-def _classifier(build: Callable[[], nn.Module], sizes: Sequence[int], rows: int) -> Entry:
+def _classifier(name: str, sizes: Sequence[int], rows: int, **settings: Any) -> Entry:
     draw = functools.partial(_labelled, rows=rows)
-    return _entry("classification", build, draw, _cross_entropy, sizes)
+    return _entry("classification", _named(name, **settings), draw, _cross_entropy, sizes)
 
 
-def _googlenet() -> nn.Module:
-    from torchvision.models import GoogLeNet
-
-    return GoogLeNet(num_classes=_CLASSES, aux_logits=True, init_weights=True)
-
-
-def _inception() -> nn.Module:
-    from torchvision.models import Inception3
-
-    return Inception3(num_classes=_CLASSES, aux_logits=True, init_weights=True)
-
-
-def _densenet() -> nn.Module:
-    from torchvision.models import DenseNet
-
-    return DenseNet(growth_rate=6, block_config=(2, 2, 2, 2), num_init_features=18,
-                    num_classes=_CLASSES)  # fmt: skip
-
-
-def _efficientnet() -> nn.Module:
-    from torchvision.models import efficientnet_b0
-
-    return efficientnet_b0(weights=None, num_classes=_CLASSES)
-
-
-def _swin() -> nn.Module:
-    from torchvision.models import SwinTransformer
-
-    return SwinTransformer(patch_size=[3, 3], embed_dim=12, depths=[2, 2], num_heads=[2, 3],
-                           window_size=[3, 3], num_classes=_CLASSES)  # fmt: skip
-
-
+_WITH_HEADS_BESIDE = {"aux_logits": True, "init_weights": True}
 CLASSIFIERS = {
-    "googlenet": _classifier(_googlenet, _growing(65), 4),
+    "googlenet": _classifier("GoogLeNet", _growing(65), 4, **_WITH_HEADS_BESIDE),
     # Its auxiliary head takes no smaller ones.
-    "inception_v3": _in_bf16(_classifier(_inception, [299] * 3, 3)),
-    "densenet": _classifier(_densenet, _growing(65), 8),
-    "efficientnet_b0": _classifier(_efficientnet, _growing(65), 4),
+    "inception_v3": _in_bf16(_classifier("Inception3", [299] * 3, 3, **_WITH_HEADS_BESIDE)),
+    "densenet": _classifier("DenseNet", _growing(65), 8, growth_rate=6,
+                            block_config=(2, 2, 2, 2), num_init_features=18),
+    "efficientnet_b0": _classifier("efficientnet_b0", _growing(65), 4, weights=None),
     # Of one size: torch takes minutes to trace its windows for unknown ones.
-    "swin": _classifier(_swin, [33] * 11, 4),
-}
+    "swin": _classifier("SwinTransformer", [33] * 11, 4, patch_size=[3, 3], embed_dim=12,
+                        depths=[2, 2], num_heads=[2, 3], window_size=[3, 3]),
+}  # fmt: skip
 
 
 # -- detection -------------------------------------------------------------------------------------
@@ -175,7 +145,7 @@ def _backbone() -> nn.Module:
     return BackboneWithFPN(body, layers, [128, 256, 512], _PYRAMID)
 
 
-def _anchors(aspects: tuple[float, ...] = (1.0,)) -> nn.Module:
+def _anchors(aspects: tuple[float, ...]) -> nn.Module:
     from torchvision.models.detection.anchor_utils import AnchorGenerator
 
     return AnchorGenerator(tuple((8 * 2**k,) for k in range(_LEVELS)), (aspects,) * _LEVELS)
@@ -183,63 +153,41 @@ def _anchors(aspects: tuple[float, ...] = (1.0,)) -> nn.Module:
 
 _ALL = 10_000
 """More than there are of anything that is sampled."""
-_SIZES = {"min_size": 64, "max_size": 160}
-_TWO_STAGES = {
+_SIZES: Mapping[str, Any] = {"min_size": 64, "max_size": 160}
+_TWO_STAGES: Mapping[str, Any] = {
     **_SIZES, "rpn_pre_nms_top_n_train": _ALL, "rpn_post_nms_top_n_train": _ALL,
     "rpn_nms_thresh": 1.0, "rpn_batch_size_per_image": _ALL, "box_batch_size_per_image": _ALL,
     "rpn_positive_fraction": 1.0, "box_positive_fraction": 1.0,
 }  # fmt: skip
 
 
-def _faster_rcnn() -> nn.Module:
-    from torchvision.models.detection import FasterRCNN
+def _on_pyramid(
+    name: str, anchors: str, aspects: tuple[float, ...] = (1.0,), **settings: Any
+) -> Callable[[], nn.Module]:
+    """A detector with the backbone above; `anchors` is what it calls the maker of its anchors."""
 
-    return FasterRCNN(_backbone(), _CLASSES, rpn_anchor_generator=_anchors(), **_TWO_STAGES)
+    def build() -> nn.Module:
+        given = {"backbone": _backbone(), anchors: _anchors(aspects), **settings}
+        return _named(f"detection.{name}", **given)()
 
-
-def _mask_rcnn() -> nn.Module:
-    from torchvision.models.detection import MaskRCNN
-
-    return MaskRCNN(_backbone(), _CLASSES, rpn_anchor_generator=_anchors(), **_TWO_STAGES)
-
-
-def _retinanet() -> nn.Module:
-    from torchvision.models.detection import RetinaNet
-
-    return RetinaNet(_backbone(), _CLASSES, anchor_generator=_anchors((0.5, 1.0, 2.0)), **_SIZES)
+    return build
 
 
-def _fcos() -> nn.Module:
-    from torchvision.models.detection import FCOS
-
-    return FCOS(_backbone(), _CLASSES, anchor_generator=_anchors(), **_SIZES)
-
-
-_EVERY_NEGATIVE = {"positive_fraction": 1 / _ALL}
-
-
-def _ssd() -> nn.Module:
-    from torchvision.models.detection import ssd300_vgg16
-
-    return ssd300_vgg16(weights=None, weights_backbone=None, num_classes=_CLASSES,
-                        **_EVERY_NEGATIVE)  # fmt: skip
-
-
-def _ssdlite() -> nn.Module:
-    from torchvision.models.detection import ssdlite320_mobilenet_v3_large
-
-    return ssdlite320_mobilenet_v3_large(weights=None, weights_backbone=None,
-                                         num_classes=_CLASSES, **_EVERY_NEGATIVE)  # fmt: skip
-
+_UNTRAINED = {"weights": None, "weights_backbone": None}
+_EVERY_NEGATIVE = {**_UNTRAINED, "positive_fraction": 1 / _ALL}
 
 DETECTORS = {
-    "faster_rcnn": _detector(_faster_rcnn),
-    "mask_rcnn": _detector(_mask_rcnn, masks=True),
-    "retinanet": _detector(_retinanet),
-    "fcos": _detector(_fcos),
-    "ssd300": _in_bf16(_detector(_ssd, _growing(300, 3), rows=1)),  # scaled to 300, whatever comes
-    "ssdlite": _detector(_ssdlite, _growing(320)),
-}
+    "faster_rcnn": _detector(_on_pyramid("FasterRCNN", "rpn_anchor_generator", **_TWO_STAGES)),
+    "mask_rcnn": _detector(_on_pyramid("MaskRCNN", "rpn_anchor_generator", **_TWO_STAGES),
+                           masks=True),
+    "retinanet": _detector(_on_pyramid("RetinaNet", "anchor_generator", (0.5, 1.0, 2.0), **_SIZES)),
+    "fcos": _detector(_on_pyramid("FCOS", "anchor_generator", **_SIZES)),
+    # Scaled to 300, whatever comes.
+    "ssd300": _in_bf16(_detector(_named("detection.ssd300_vgg16", **_EVERY_NEGATIVE),
+                                 _growing(300, 3), rows=1)),
+    "ssdlite": _detector(_named("detection.ssdlite320_mobilenet_v3_large", **_EVERY_NEGATIVE),
+                         _growing(320)),
+}  # fmt: skip
 
 
 # -- segmentation ----------------------------------------------------------------------------------
@@ -259,13 +207,7 @@ def _pixels(model: nn.Module, inputs: Inputs) -> Tensor:
 
 
 def _segmenter(name: str) -> Entry:
-    def build() -> nn.Module:
-        from torchvision.models import segmentation
-
-        make = getattr(segmentation, name)
-        model: nn.Module = make(weights=None, weights_backbone=None, num_classes=_CLASSES)
-        return model
-
+    build = _named(f"segmentation.{name}", **_UNTRAINED)
     return _entry("segmentation", build, _segmented, _pixels, _growing(65))
 
 

@@ -15,7 +15,7 @@ from benchmarks.__main__ import main, registry
 from benchmarks.first_steps import measure as first_steps
 from benchmarks.first_steps.trainings import TINY as TINY_TRAININGS
 from benchmarks.gpt import make_report, measure_all, verdicts
-from benchmarks.harness.processes import call_elsewhere, calls_elsewhere, cold_and_warm
+from benchmarks.harness.processes import call_elsewhere, calls_elsewhere, starts
 from benchmarks.harness.report import Report, Settings, Table, environment, paragraphs, plain
 from benchmarks.harness.timing import Arm, far_behind, ratio, summarize, take_turns
 from benchmarks.optimizer_step import measure as optimizer_step
@@ -184,9 +184,9 @@ def test_one_fresh_process_serves_several_calls_until_one_fails() -> None:
 
 def test_a_warm_start_finds_what_the_cold_one_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "another")
-    cold, warm = cold_and_warm("os:getenv", "TORCHINDUCTOR_CACHE_DIR")
+    cold, warm = starts(2, "os:getenv", "TORCHINDUCTOR_CACHE_DIR")
     assert cold == warm != "another"
-    assert cold_and_warm("os:getenv", "TORCHINDUCTOR_CACHE_DIR")[0] != cold
+    assert starts(2, "os:getenv", "TORCHINDUCTOR_CACHE_DIR")[0] != cold
 
 
 @pytest.mark.slow("a benchmark's own test, which runs it small")
@@ -224,7 +224,7 @@ def test_a_first_step_of_gpt_in_a_fresh_process(tmp_path: Path) -> None:
 
 @pytest.mark.sweep("runs a benchmark, small")
 def test_first_steps_of_an_optimizer_in_a_fresh_process() -> None:
-    assert optimizer_step._start(optimizer_step.OURS[0].name, CPU) > 0
+    assert starts(1, "benchmarks.optimizer_step.measure:first_steps", "mpcompile", "cpu")[0] > 0
 
 
 def test_registry_finds_each_benchmark() -> None:

@@ -176,14 +176,14 @@ def test_a_start_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_each_arm_of_a_start_is_timed_in_processes_of_its_own(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def run(function: str, *arguments: str) -> list[float]:
-        assert function == "benchmarks.whole_step.measure:first_steps"
+    def run(number: int, function: str, *arguments: str) -> list[float]:
+        assert (number, function) == (2, "benchmarks.whole_step.measure:first_steps")
         assert arguments == ("a row", arguments[1], "cpu")
         return [float(OURS.index(arguments[1])), 9.0]
 
-    monkeypatch.setattr(measure, "cold_and_warm", run)
+    monkeypatch.setattr(measure, "starts", run)
     found = measure.measure_starts("a row", OURS[:2], CPU)
-    assert [dataclasses.astuple(s) for s in found.values()] == [(0.0, 9.0), (1.0, 9.0)]
+    assert list(found.values()) == [{"cold": cold, "warm": 9.0} for cold in (0.0, 1.0)]
 
 
 def test_starts_are_of_rows_that_exist() -> None:
