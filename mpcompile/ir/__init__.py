@@ -12,6 +12,7 @@ from .edit import (
     copied,
     copy_to_write,
     cut,
+    cut_to,
     first_call,
     insert,
     module_of,
@@ -58,7 +59,6 @@ from .marks import (
 )
 from .memory import (
     FORCE_STRIDES,
-    cut_to,
     dense_in_order,
     has_own_memory,
     is_dense,

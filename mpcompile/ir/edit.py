@@ -4,7 +4,7 @@ keeps `meta["val"]` correct.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -14,9 +14,9 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from ..torch_inside.graphs import schema, set_source, set_sources, source_of, sources_of
 from ..torch_inside.names import enable_python_dispatcher
-from .marks import Mark, set_mark
-from .shapes import Path
-from .values import fake_mode, positions
+from .marks import Mark, Role, added, set_mark
+from .shapes import Path, Size, known_equal
+from .values import aten, fake_mode, positions, value
 
 
 def operands(node: fx.Node) -> dict[Path, fx.Node]:
@@ -193,3 +193,21 @@ def all_before(nodes: Iterable[fx.Node], known: Collection[fx.Node] = ()) -> set
         found.update(new)
         waiting += [n for n in new if n not in known]
     return found
+
+
+def cut_to(
+    node: fx.Node,
+    shape: Sequence[Size],
+    why: str,
+    argument: Callable[[Size], Any] = lambda size: size,
+) -> fx.Node:
+    """Insert, at the graph's insertion point, the cuts that leave of a padded value the part of
+    this shape; `argument` makes a size what a call takes. Returns the last of them.
+    """
+    cut = node
+    for dim, (now, new) in enumerate(zip(value(node).shape, shape, strict=True)):
+        if not known_equal(now, new):
+            args, decision = (cut, dim, 0, argument(new)), added(Role.PAD, f"{now} -> {new}: {why}")
+            name = f"{node.name}_cut"
+            cut = insert(aten.slice.Tensor, *args, name=name, like=node, decision=decision)
+    return cut

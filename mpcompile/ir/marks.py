@@ -1,5 +1,5 @@
-"""The decision about each node, and the notes that passes leave on nodes for later passes; and pins
-of what feeds an operator that would make more of its rounding.
+"""The decision about each node, and the notes that capture and passes leave on nodes for later
+passes; and pins of what feeds an operator that would make more of its rounding.
 """
 
 from __future__ import annotations

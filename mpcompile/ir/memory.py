@@ -1,11 +1,12 @@
 """The memory that a value lies in, and the values that a node writes in place; and where the
-elements of a value lie there, compared with where the program had them.
+elements of a value lie there, compared with where the program had them; and nodes that lay a value
+out in another way.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import sympy
@@ -15,7 +16,7 @@ from torch import fx
 from .. import rules
 from ..torch_inside.tensors import storage_of
 from .edit import insert, new_call
-from .marks import Mark, Role, added
+from .marks import Mark
 from .shapes import Size, hint, known_equal
 from .values import (
     aten,
@@ -139,24 +140,6 @@ def _same_strides(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 def _expression(size: Size) -> sympy.Expr:
     return sympy.Integer(size) if isinstance(size, int) else size.node.expr
-
-
-def cut_to(
-    node: fx.Node,
-    shape: Sequence[Size],
-    why: str,
-    argument: Callable[[Size], Any] = lambda size: size,
-) -> fx.Node:
-    """Insert, at the graph's insertion point, the cuts that leave of a padded value the part of
-    this shape; `argument` makes a size what a call takes. Returns the last of them.
-    """
-    cut = node
-    for dim, (now, new) in enumerate(zip(value(node).shape, shape, strict=True)):
-        if not known_equal(now, new):
-            args, decision = (cut, dim, 0, argument(new)), added(Role.PAD, f"{now} -> {new}: {why}")
-            name = f"{node.name}_cut"
-            cut = insert(aten.slice.Tensor, *args, name=name, like=node, decision=decision)
-    return cut
 
 
 def is_dense(value: torch.Tensor) -> bool:

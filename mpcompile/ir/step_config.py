@@ -1,5 +1,5 @@
-"""The vocabulary of a generated optimizer step: its inputs (`Slot`), its settings, and calls added
-to its graph.
+"""The vocabulary of a generated optimizer step: its inputs (`Slot`), its settings, and its graph:
+which input is which slot, what it writes, calls added to it.
 
 A graph of a step has no outputs. Its inputs are the tensors it reads and writes, each named by a
 `Slot`; its effect is the set of its `copy_` nodes. There are two kinds: one decides (whether to

@@ -1,4 +1,6 @@
-"""What a node is, and the value it gives: as captured, and now."""
+"""What a node is, and the value it gives: as captured, and now; and the calls in the bodies of
+opaque nodes, which no pass sees.
+"""
 
 from __future__ import annotations
 

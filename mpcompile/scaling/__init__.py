@@ -3,6 +3,7 @@
     parameters.py        one `ParamState` for each parameter, and the count of changes; one
                          `OptimizerState` for each optimizer of the process
     copies.py            the working copies, in the low dtype, that O2's graphs read
+    kept_copies.py       the copies that a model keeps while it evaluates
     low_gradients.py     how the gradients of such copies are stored, and hidden from Dynamo
     foreign.py           notices someone else's loss scale or autocast
     loss_scale.py        `LossScale`: what a user configures, reads and saves; it consists of

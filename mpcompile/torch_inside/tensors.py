@@ -1,4 +1,6 @@
-"""Tensors: what autograd notes of them, their memory, and functions over many of them."""
+"""Tensors: what autograd notes of them, the mark by which one is known, their memory, and functions
+over many of them.
+"""
 
 from __future__ import annotations
 

@@ -40,7 +40,8 @@ class Errors:
             where the uncompiled one is nowhere finite.
         uncompiled: of the uncompiled one.
         holes: in how many places the compiled one isn't finite where the exact one is in its dtype;
-            in how many the uncompiled one isn't.
+            in how many the uncompiled one isn't where the exact one is in the wider dtype (what a
+            mask makes infinite is no overflow).
     """
 
     compiled: tuple[float, ...]
@@ -112,7 +113,7 @@ def _floating_errors(compiled: Tensor, low: Tensor, wide: Tensor, eps: float) ->
         rounded = w.to(dtype)
         # What isn't finite is judged by that alone; elsewhere the others are.
         meant = rounded.isfinite()
-        holes = _count(meant & ~compiled.isfinite()), _count(~low.isfinite())
+        holes = _count(meant & ~compiled.isfinite()), _count(w.isfinite() & ~low.isfinite())
         seen = meant & low.isfinite()  # elsewhere nothing tells what rounding does
         if holes[1] and not bool(seen.any()):
             return Errors((), (), holes)

@@ -59,7 +59,7 @@ def height(unit: str) -> int:
 
 
 def unit_of(path: Path) -> str:
-    """`mpcompile/plans/model_plan.py` -> `"plans"`, `passes/clean.py` -> `"passes"`."""
+    """`mpcompile/plans/model_plan.py` -> `"plans"`, `passes/graph/noop_casts.py` -> `"passes"`."""
     if path.is_relative_to(PASSES):
         return "passes"
     return path.relative_to(PACKAGE).parts[0].removesuffix(".py")

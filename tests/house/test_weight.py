@@ -12,10 +12,10 @@ from collections.abc import Iterator
 from repository import ROOT, sources
 
 LIMITS = {
-    "lines of source": 40388,
+    "lines of source": 40396,
     "lines of code": 25362,
     "files of source": 256,
-    "lines of tests": 62949,
+    "lines of tests": 62956,
     "warnings that count more than two frames": 16,
     "registries of modules": 23,
 }

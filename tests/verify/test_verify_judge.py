@@ -70,6 +70,13 @@ def test_where_fp16_overflows_uncompiled_it_may_in_other_places(
     assert not errors_of(compiled, Pair(low, wide, BF16_EPS)).right
 
 
+def test_what_a_mask_makes_infinite_is_no_overflow(wide: torch.Tensor) -> None:
+    wide[3, :64] = -torch.inf
+    compiled = wide.half()
+    compiled[5, :6] = torch.nan
+    assert not errors_of(compiled, Pair(wide.half(), wide, BF16_EPS)).right
+
+
 def test_overflow_that_the_uncompiled_value_has_too_is_not_wrong() -> None:
     wide = torch.tensor([1.0, 1e5, -1e5, 3.0])
     low = wide.half()
