@@ -32,6 +32,7 @@ from benchmarks.harness.report import Report, Settings, paragraphs
 from benchmarks.papers import again as second
 from benchmarks.papers.report import LOOKS, look, make_report
 from benchmarks.papers.rows import FULL, QUICK, Kept, Work, train_rows
+from benchmarks.papers.task import QUALITY
 from benchmarks.papers.tasks import BIG_LSTM, ROWS, SSD
 
 __all__ = ["report_of", "run"]
@@ -79,6 +80,10 @@ def report_of(
         notes.append(f"With {packages}: {', '.join(them)}.")
     if again:
         notes += paragraphs(second.__doc__)
+    for name, row in ((task.name, rows[task.name].runs) for task in there):
+        if any(len(row.get(way.name, ())) < len(work.seeds_of(way)) for way in QUALITY):
+            seeds = ", ".join(f"{way} {len(runs)}" for way, runs in row.items())
+            notes.append(f"{name} has fewer seeds so far: {seeds}.")
     if missing := [task.name for task in ROWS if task.name not in rows]:
         notes.append(f"**Not trained yet: {', '.join(missing)}.**")
     trained = [task for task in there if rows[task.name].fingerprint]

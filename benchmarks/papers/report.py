@@ -84,10 +84,10 @@ def _summary(
     """A line for each task: the mean of its metric under each way."""
     lines = []
     for task in tasks:
-        cells = [_cell(task, rows[task.name][FP32.name])]
+        cells, held = [_cell(task, rows[task.name][FP32.name])], compared[task.name].held
         for way in QUALITY[1:]:
-            off = "" if compared[task.name].held[way.name] else OFF
-            cells.append(_cell(task, rows[task.name][way.name]) + off)
+            runs, off = rows[task.name].get(way.name), "" if held.get(way.name, True) else OFF
+            cells.append(_cell(task, runs) + off if runs else "-")
         spread = [outcome.metrics[task.metric] for outcome in rows[task.name][FP32.name]]
         cells[0] += f" ({_short(min(spread))} to {_short(max(spread))})"
         arrow = "higher" if task.higher else "lower"
