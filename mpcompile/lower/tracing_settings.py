@@ -61,12 +61,12 @@ class _SettingsThread(threading.local):
         self.setting = contextlib.ExitStack()
         self.is_set = self.is_late = False  # late: set by `check_set`
         self.were_set = False  # in the last call
-        self.notes: list[Any] = []  # of Dynamo, on the inputs of what is being compiled
 
 
 _thread = _SettingsThread()
 _idle = threading.Event()  # nothing compiles in any thread, as far as Dynamo has said
 _idle.set()
+_notes: list[Any] = []  # of Dynamo, on the inputs of what any thread compiles
 
 _LONGEST = 60.0  # seconds to wait for other threads, which may wait for this one
 
@@ -171,7 +171,7 @@ def take_back() -> None:
     """Take back what `check_set` has set: the graph is traced. When it is compiled, what Dynamo has
     noted on its inputs is forgotten.
     """
-    _thread.notes += dynamo.notes_on_inputs()
+    _notes.extend(dynamo.notes_on_inputs())
     if _thread.is_late:
         _close()
 
@@ -199,9 +199,8 @@ def _begin(args: CallbackArgs) -> None:
 def _end(_: CallbackArgs) -> None:
     _idle.set()
     _close()
-    for notes in _thread.notes:
-        notes.clear()
-    _thread.notes.clear()
+    while _notes:
+        _notes.pop().clear()
 
 
 def _enter() -> None:

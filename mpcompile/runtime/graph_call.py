@@ -21,7 +21,7 @@ from ..scaling import agreement, fit_scale, guard
 from ..scaling.copies import Reader, read_in_full
 from ..scaling.kept_copies import KeptCopies
 from ..scaling.loss_scale import LossScale
-from ..scaling.parameters import Derived, is_trained
+from ..scaling.parameters import Derived, is_trained, own_again
 from ..torch_inside.distributed import active_ddp
 from .repair import NotedCall, Repairable, repair
 from .stays_finite import watching
@@ -149,6 +149,7 @@ def _telling(examples: Sequence[Any], scale: LossScale) -> Callable[[Sequence[An
 
     def tell(args: Sequence[Any]) -> None:
         now = [args[i] for i in leaves]
+        own_again(now)
         shards = guard.watch(list(filter(is_leaf, now)), scale)
         scale.open |= any(is_trained(x) and not x.is_leaf for x in args)  # it goes on to others
         if now:

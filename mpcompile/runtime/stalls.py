@@ -7,6 +7,7 @@ optimizers, those of torch are known not to; what a library's own do, nobody her
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Iterable
 from typing import Any
@@ -33,13 +34,14 @@ def reached(inputs: Iterable[Any]) -> None:
 def _look(optimizer: Optimizer) -> None:
     """An optimizer is about to step."""
     state = parameters.of_optimizer(optimizer)
-    if state.looked_for_masters or state.skips_by_itself:
+    if state.looked_for_masters >= parameters.changes() or state.skips_by_itself:
         return
-    state.looked_for_masters = True
+    state.looked_for_masters = parameters.changes()
     if not type(optimizer).__module__.startswith("torch.optim."):
         return
     held = parameters.parameters_of(optimizer)
     if low := [p for p in held if parameters.state_of(p).has_half_graph and p.dtype in HALF]:
+        state.looked_for_masters = sys.maxsize
         name, dtype = type(optimizer).__name__, str(low[0].dtype).removeprefix("torch.")
         warnings.warn(
             f"mpcompile: {name} updates weights that are stored in {dtype} (one of shape "

@@ -275,6 +275,7 @@ class Reader:
     def _known(self, masters: Sequence[torch.Tensor]) -> _OfMasters:
         known: _OfMasters | None = self._all.of(masters)
         if known is None or known.changes != parameters.changes():
+            parameters.own_again(masters)
             pairs = zip(masters, self._shapes, strict=True)
             copies = [weakref.ref(copy_of(p, self.dtype, shape)) for p, shape in pairs]
             states = map(parameters.state_of, masters)

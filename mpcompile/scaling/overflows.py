@@ -22,7 +22,7 @@ from torch.utils.hooks import RemovableHandle
 from ..errors import MPCompileError
 from ..ranks.shards import Ranks, local, ranks_of
 from ..torch_inside.names import norm_of_each
-from ..torch_inside.tensors import Mark, mark_of
+from ..torch_inside.tensors import Mark, found_by, mark_of, mark_on
 from .async_read import AsyncRead, HostBuffers
 
 
@@ -165,13 +165,14 @@ class Overflows:
         """Note parameters whose gradients come out of the graphs, and shards of them."""
         self.ranks += ranks_of(parameters)
         for parameter in parameters:
-            mark = mark_of(parameter)
-            if mark not in self._was_finite:
-                mark.tensor = parameter
-                self._was_finite[mark] = _is_finite(local(parameter))
+            if mark_of(parameter) not in self._was_finite:
+                self._was_finite[found_by(parameter)] = _is_finite(local(parameter))
 
-    def _parameters(self) -> list[torch.Tensor]:
-        return [mark.tensor for mark in self._was_finite if mark.tensor is not None]
+    def _parameters(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """The living ones, which torch has not swapped since, and whether they were finite."""
+        for mark, was_finite in list(self._was_finite.items()):
+            if (parameter := mark.tensor()) is not None and mark_on(parameter) is mark:
+                yield parameter, was_finite
 
     def count(self) -> Count:
         """How far the backward passes have come by now."""
@@ -218,7 +219,7 @@ class Overflows:
         (default: those of the parameters) is not finite; waits for the device.
         """
         if gradients is None:
-            gradients = [p.grad for p in self._parameters() if p.grad is not None]
+            gradients = [p.grad for p, _ in self._parameters() if p.grad is not None]
         overflow = any_nonfinite(gradients)
         if (new := self.look(self)) is not None:
             overflow = overflow.to(new.device) | (new > 0)
@@ -257,12 +258,12 @@ class Overflows:
             self.void = count  # some optimizer may have looked during the backward
 
     def _accumulating(self) -> bool:
-        return any(p.grad is not None for p in self._parameters())
+        return any(p.grad is not None for p, _ in self._parameters())
 
     def _check_parameters(self) -> None:
         """After an overflow that no step checked: raise if a parameter is not finite."""
-        for p in self._parameters():
-            if bool(self._was_finite[mark_of(p)]) and not bool(_is_finite(local(p))):
+        for p, was_finite in self._parameters():
+            if bool(was_finite) and not bool(_is_finite(local(p))):
                 raise MPCompileError(
                     f"a parameter of shape {tuple(p.shape)} is not finite: gradients that "
                     "overflowed went into an update that no optimizer made. Put such an update "

@@ -5,6 +5,7 @@ And of each optimizer of the process that took a step or checks overflows itself
 from __future__ import annotations
 
 import dataclasses
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -85,11 +86,15 @@ def state_of(parameter: torch.Tensor) -> ParamState:
 
 
 def note(parameter: torch.Tensor, **facts: Any) -> None:
-    before = state_of(parameter)
-    after = dataclasses.replace(before, **facts)
-    if after != before:
-        mark_of(parameter).state = after
-        changed()
+    with _noting:
+        before = state_of(parameter)
+        after = dataclasses.replace(before, **facts)
+        if after != before:
+            mark_of(parameter).state = after
+            changed()
+
+
+_noting = threading.RLock()
 
 
 class Derived:
@@ -120,20 +125,36 @@ def own(parameters: Iterable[torch.Tensor], owner: Any, scale: LossScale | None 
     """Make `owner` (an MPOptimizer) the optimizer whose step writes the copies of these parameters.
     With `scale`, models of these parameters without a loss scale from the user use this one.
     """
-    living = weakref.ref(owner, _changes.add)
+    living, _owners[owner] = weakref.ref(owner, _changes.add), scale
     for parameter in parameters:
         note(parameter, owner=living, given=scale)
 
 
+_owners: weakref.WeakKeyDictionary[Any, LossScale | None] = weakref.WeakKeyDictionary()
+
+
+def own_again(parameters: Sequence[torch.Tensor]) -> None:
+    """Nothing is known of parameters that torch has swapped: their MPOptimizers own them again.
+    Who else reads them is forgotten, so their gradients are FP32.
+    """
+    lost = {id(p) for p in parameters if mark_on(p) is None}
+    for owner, scale in list(_owners.items()) if lost else ():
+        found = [p for p in parameters_of(owner) if id(p) in lost]
+        own(found, owner, scale)
+        for parameter in found:
+            note(parameter, in_full=True)
+
+
 def owner_of(parameter: torch.Tensor) -> Any:
     """The living MPOptimizer that holds this parameter, or None."""
+    own_again([parameter])
     return state_of(parameter).optimizer
 
 
 def given_scale(parameters: Iterable[torch.Tensor]) -> LossScale | None:
     """The loss scale that the living MPOptimizer of these parameters was given, or None."""
-    owned = (state for state in map(state_of, parameters) if state.optimizer is not None)
-    return next((state.given for state in owned if state.given is not None), None)
+    owned = (state_of(p).given for p in parameters if owner_of(p) is not None)
+    return next((given for given in owned if given is not None), None)
 
 
 def scales_of(parameter: torch.Tensor) -> tuple[LossScale, ...]:
@@ -174,7 +195,8 @@ class OptimizerState:
             none of its parameters.
         looked_for_scaler: a step at which its gradients were scaled was looked at (`foreign.py`).
         looked_for_gradient: its first step was looked at (`hooks.py`).
-        looked_for_masters: a step was looked at for FP32 masters (`runtime/stalls.py`).
+        looked_for_masters: the count of `changes` at which a step was looked at for FP32 masters
+            (`runtime/stalls.py`); past all counts once something was said.
         watch: what looks whether its gradients stay finite (`runtime/stays_finite.py`).
         hidden: (parameter, gradient) pairs that its step must not see.
         beside: loss scale -> see `agreement.beside`, and when that was derived.
@@ -182,7 +204,8 @@ class OptimizerState:
 
     def __init__(self) -> None:
         self.skips_by_itself = self.poisoned = False
-        self.looked_for_scaler = self.looked_for_gradient = self.looked_for_masters = False
+        self.looked_for_scaler = self.looked_for_gradient = False
+        self.looked_for_masters = -1
         self.watch: Any = None
         self.beside: weakref.WeakKeyDictionary[LossScale, tuple[Any, Any]] = (
             weakref.WeakKeyDictionary()

@@ -5,12 +5,14 @@ over many of them.
 from __future__ import annotations
 
 import operator
+import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from .names import batched, dispatch_keys, enter_batch, leave_batch, unbatched, use_count
 from .private_names import MissingInTorch
@@ -58,13 +60,13 @@ class Mark:
 
     The tensor has it in its `__dict__`. To a weak reference to the tensor itself torch objects: it
     exchanges what two tensors hold (`torch.utils.swap_tensors`; `Module.to` and `load_state_dict`
-    under `torch.__future__.set_swap_module_params_on_conversion`, and always for DTensors) only
-    where there is none. A tensor that was exchanged has no mark until it gets another. A pickle has
-    an empty dictionary in its place, which `torch.load` takes with `weights_only`.
+    under `torch.__future__.set_swap_module_params_on_conversion`; `Module.to` of DTensors always)
+    only where there is none. A tensor that was exchanged has no mark until it gets another. A
+    pickle has an empty dictionary in its place, which `torch.load` takes with `weights_only`.
 
     Attributes:
         state: what is known of the tensor.
-        tensor: the tensor itself, if who holds the mark needs it; with it the two are a cycle.
+        tensor: gives the tensor to who holds the mark and has asked for that (`found_by`).
     """
 
     __slots__ = ("__weakref__", "of", "state", "tensor")
@@ -72,7 +74,7 @@ class Mark:
     def __init__(self, of: int) -> None:
         self.of = of
         self.state: Any = None
-        self.tensor: torch.Tensor | None = None
+        self.tensor: Callable[[], torch.Tensor | None] = lambda: None
 
     def __reduce__(self) -> Any:
         return OrderedDict, ()
@@ -89,10 +91,24 @@ def mark_on(tensor: torch.Tensor) -> Mark | None:
 
 def mark_of(tensor: torch.Tensor) -> Mark:
     """The mark that a tensor has, or gets now."""
-    found = mark_on(tensor)
-    if found is None:
-        found = tensor.__dict__[MARK] = Mark(id(tensor))
+    with _marking:
+        found = mark_on(tensor)
+        if found is None:
+            found = tensor.__dict__[MARK] = Mark(id(tensor))
     return found
+
+
+_marking = threading.RLock()
+
+
+def found_by(tensor: torch.Tensor) -> Mark:
+    """The mark of a tensor, by which it is found while it lives. A parameter stays swappable: it is
+    a cycle with its mark, which goes when Python collects garbage. Another leaf, which may be new
+    in each call, goes at once.
+    """
+    mark = mark_of(tensor)
+    mark.tensor = (lambda: tensor) if isinstance(tensor, nn.Parameter) else weakref.ref(tensor)
+    return mark
 
 
 def marks_of(tensors: Iterable[torch.Tensor]) -> list[weakref.ref[Mark]]:

@@ -7,6 +7,7 @@ Torch does so only for a tensor without a weak reference, so a compile and a tra
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import weakref
 from collections.abc import Callable, Iterator
@@ -15,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mpcompile import MPOptimizer, loss_scale_of, mpcompile
+from mpcompile import LossScale, MPOptimizer, loss_scale_of, mpcompile
 
 LOW = [torch.float16, torch.bfloat16]
 LEVELS = ["O1", "O2"]
@@ -87,6 +88,34 @@ def test_a_training_goes_on_as_after_a_copy(
     # Without its MPOptimizer's copies, a weight's update is rounded once less.
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6, equal_nan=True)
     assert skipped == also_skipped == (low == torch.float16)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_an_mp_optimizer_and_its_scale_stay(level: str, swaps: Callable[[bool], None]) -> None:
+    scale, net = LossScale.static(64.0), network()
+    model = mpcompile(net, level=level, dtype=torch.float16, emit="aot_eager")
+    optimizer = MPOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), loss_scale=scale)
+    swaps(True)
+    for factor in (1.0, 1e9):
+        model(torch.randn(8, 16) * factor).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        loaded(net)
+        assert loss_scale_of(model) is scale
+    assert scale.skipped_steps == 1
+
+
+def test_another_leaf_goes_at_once() -> None:
+    """Such as an embedding's output, which PEFT lets require a gradient in each call."""
+    model = mpcompile(network(), dtype=torch.float16, emit="aot_eager")
+    for _ in range(3):
+        x = torch.randn(8, 16, requires_grad=True)
+        model(x).mean().backward()
+        alive = weakref.ref(x)
+        gc.disable()
+        del x
+        assert alive() is None
+        gc.enable()
 
 
 @pytest.mark.parametrize("emit", ["aot_eager", "inductor"])

@@ -12,12 +12,12 @@ from collections.abc import Iterator
 from repository import ROOT, sources
 
 LIMITS = {
-    "lines of source": 40396,
-    "lines of code": 25362,
+    "lines of source": 40439,
+    "lines of code": 25386,
     "files of source": 256,
-    "lines of tests": 62956,
+    "lines of tests": 62985,
     "warnings that count more than two frames": 16,
-    "registries of modules": 23,
+    "registries of modules": 25,
 }
 _NO_CODE = {
     tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,
