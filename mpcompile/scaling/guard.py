@@ -29,6 +29,7 @@ from torch.optim import Optimizer
 from ..devices.registry import capabilities
 from ..ranks import fsdp
 from ..ranks.shards import Ranks, is_distributed, ranks_of
+from ..torch_inside.tensors import mark_on
 from . import agreement, parameters
 from .loss_scale import LossScale
 from .overflows import Count, any_nonfinite
@@ -95,6 +96,10 @@ def skip_if_overflowed(optimizer: Optimizer) -> None:
                 of_scale.append(gradient)
         if gradient is not None and not scales:
             others.append(gradient)
+    if others and any(mark_on(parameter) is None for parameter, _ in gradients):
+        # Torch may have swapped them since the backward: what scaled them isn't known any more.
+        for scale in [scale for scale in _live if optimizer in scale.overflows.looks]:
+            own.setdefault(scale, [])
     ranks = ranks_of(held)
     looked = {scale: look(optimizer, scale) for scale in own}
     # Other parameters may come before these graphs (or have gradients that an earlier backward

@@ -113,9 +113,27 @@ def test_another_leaf_goes_at_once() -> None:
         model(x).mean().backward()
         alive = weakref.ref(x)
         gc.disable()
-        del x
-        assert alive() is None
-        gc.enable()
+        try:
+            del x
+            assert alive() is None
+        finally:
+            gc.enable()
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_an_overflow_before_a_swap_is_skipped(level: str, swaps: Callable[[bool], None]) -> None:
+    net = network()
+    model = mpcompile(net, level=level, dtype=torch.float16, emit="aot_eager")
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    swaps(True)
+    for step in range(3):
+        model(torch.randn(8, 16) * (1e6 if step == 1 else 1)).square().mean().backward()
+        if step == 1:
+            converted(net)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert all(bool(p.isfinite().all()) for p in net.parameters())
+    assert loss_scale_of(model).skipped_steps == 1
 
 
 @pytest.mark.parametrize("emit", ["aot_eager", "inductor"])
@@ -130,11 +148,7 @@ def test_no_weak_reference_is_left(low: torch.dtype, emit: str) -> None:
         optimizer.zero_grad()
     with torch.no_grad():
         model(torch.randn(8, 16))
-    assert referred(net) == []
-
-
-def referred(net: nn.Module) -> list[str]:
-    return [name for name, p in net.named_parameters() if weakref.getweakrefs(p)]
+    assert [name for name, p in net.named_parameters() if weakref.getweakrefs(p)] == []
 
 
 def test_what_stands_on_a_parameter_stays_at_home() -> None:
