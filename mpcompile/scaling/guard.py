@@ -96,16 +96,13 @@ def skip_if_overflowed(optimizer: Optimizer) -> None:
                 of_scale.append(gradient)
         if gradient is not None and not scales:
             others.append(gradient)
-    if others and any(mark_on(parameter) is None for parameter, _ in gradients):
-        # Torch may have swapped them since the backward: what scaled them isn't known any more.
-        for scale in [scale for scale in _live if optimizer in scale.overflows.looks]:
-            own.setdefault(scale, [])
     ranks = ranks_of(held)
     looked = {scale: look(optimizer, scale) for scale in own}
     # Other parameters may come before these graphs (or have gradients that an earlier backward
     # left), or before graphs of which the optimizer holds nothing.
     before = [scale for scale in own if scale.open]
-    after = _upstream_of(optimizer, others, own)
+    swapped = any(mark_on(parameter) is None for parameter, _ in gradients)
+    after = _upstream_of(optimizer, others, own, swapped=swapped)
     asked = bool(before or after or parameters.of_optimizer(optimizer).poisoned) and bool(others)
     if not own and not asked:
         return
@@ -158,14 +155,19 @@ def decide_alike() -> bool:
 
 
 def _upstream_of(
-    optimizer: Optimizer, others: Sequence[torch.Tensor], own: Iterable[LossScale]
+    optimizer: Optimizer, others: Sequence[torch.Tensor], own: Iterable[LossScale], *, swapped: bool
 ) -> list[LossScale]:
     """The scales of graphs that read none of the optimizer's parameters, have run backward since
     its last look, and may come after its other parameters (a critic after its generator).
+
+    Args:
+        swapped: torch may have swapped parameters since the backward: the graphs may be of any
+            scale that the optimizer has looked at before.
     """
-    before = [s for s in _live if s.open and s not in own] if others else []
-    looks = [(s, s.overflows.looks.get(optimizer, Count())) for s in before]
-    return [s for s, look in looks if s.overflows.count().passes > look.passes]
+    before = [s for s in _live if s not in own] if others else []
+    looks = [(s, s.overflows.looks.get(optimizer)) for s in before]
+    asked = [(s, look or Count()) for s, look in looks if s.open or (swapped and look)]
+    return [s for s, look in asked if s.overflows.count().passes > look.passes]
 
 
 def _upstream_overflowed(optimizer: Optimizer, ran: Sequence[LossScale], overflow: bool) -> bool:

@@ -70,6 +70,22 @@ def test_an_unrelated_optimizer_is_left_alone() -> None:
     assert not torch.equal(before[0], other[0].weight)
 
 
+def test_an_inf_of_ones_own_is_ones_own() -> None:
+    """Where no graph ran backward since the optimizer looked, or none of them overflowed."""
+    compiled, plain = mpcompile(mlp(), **FP16), mlp(out=8)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for runs in (True, True, False):
+        if runs:
+            compiled(plain(torch.randn(4, 8))).sum().backward()
+        before = parameters(plain)
+        if not runs:
+            plain[0].weight.grad = torch.full_like(plain[0].weight, torch.inf)
+        optimizer.step()
+        assert not torch.equal(before[0], plain[0].weight)
+    assert not plain[0].weight.isfinite().any()
+    assert loss_scale_of(compiled).skipped_steps == 0
+
+
 # -- several optimizers after one backward -------------------------------------------------------
 
 
