@@ -23,7 +23,7 @@ from ..devices.registry import capabilities
 from ..devices.torch_faults import ZEROS_ARE_REUSED
 from ..passes.joint.kept_for_backward import WEIGHT, store_masks_as_bytes
 from ..passes.joint.lay_images import lay_channels_last, lay_low_images
-from ..passes.joint.lowered_faults import fill_zeros
+from ..passes.joint.lowered_faults import fill_zeros, read_low_results
 from ..passes.joint.together import cast_together, unscale_together
 from ..passes.joint.widen_weight_gradients import widen_weight_gradients
 from ..rules.policy import Level
@@ -104,7 +104,7 @@ def joint_passes(
     return JointPasses(
         joint=(widen_weight_gradients,) if widens else (),
         halves=(store_masks_as_bytes,) if there.slow_bools else (),
-        lowered=(*zeros, *images, *few),
+        lowered=(*zeros, *images, *few, read_low_results),
         keeps_casts=not spares,
     )
 
