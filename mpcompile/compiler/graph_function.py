@@ -74,7 +74,9 @@ def function_of(
         reader=known.reader_for(planned), in_full=in_full, searches=searches, constant=constant,
         repairable=Repairable(planned, traced_code()) if settings.repair and scale else None,
     )  # fmt: skip
-    joint = joint_passes(settings.level, target.device, spares=sharded or settings.recompute)
+    joint = joint_passes(
+        settings.level, target.device, sharded=sharded, recompute=settings.recompute
+    )
     return wrapped(_emit(to_emit, given, how, verify, joint=joint, sparing=sparing), made)
 
 
@@ -122,7 +124,7 @@ def _emit(
     """See `emit`, which takes `kind`, too."""
     return emit(
         gm, inputs, settings.emit, mode=settings.mode, options=settings.options,
-        recompute=settings.recompute, verify=verify, **kind,
+        verify=verify, **kind,
     )  # fmt: skip
 
 
