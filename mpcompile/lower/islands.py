@@ -50,8 +50,8 @@ from torch import fx
 from ..errors import CannotRewrite
 from ..ir.fakes import fake_twin
 from ..rules import PACKETS, RNN_OPS
-from ..torch_inside.names import TracingContext, enable_python_dispatcher, set_grad_enabled, tracing
-from .sections import Section, bind, connect, outline, schedule
+from ..torch_inside.names import TracingContext, enable_python_dispatcher, tracing
+from .sections import Section, bind, chained, outline, schedule
 
 Compiler = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
 
@@ -80,7 +80,7 @@ def has_rnn(gm: fx.GraphModule) -> bool:
     return any(node.target in RNN_OPS for node in gm.graph.nodes)
 
 
-def pieces(graph: fx.Graph, apart: Callable[[fx.Node], bool]) -> list[list[fx.Node]]:
+def pieces(graph: fx.Graph, apart: Callable[[fx.Node], bool]) -> list[tuple[fx.Node, ...]]:
     """The operators before, between and after RNNs, as they are compiled together.
 
     Args:
@@ -138,8 +138,8 @@ def compile_around_rnns(
     base = torch.is_grad_enabled()
     placeholders = gm.graph.find_nodes(op="placeholder")
     given = dict(zip(placeholders, example_inputs, strict=True))
-    sections, final = schedule(gm.graph, base, apart)
-    connect(gm.graph, sections, [node for node in given if isinstance(given[node], torch.SymInt)])
+    symbols = [node for node in given if isinstance(given[node], torch.SymInt)]
+    sections, final = schedule(gm.graph, base, apart, symbols)
 
     twin = _FakeRun(gm, {node: fake_twin(value, context) for node, value in given.items()})
     run: list[Callable[..., Any]] = []
@@ -156,7 +156,7 @@ def compile_around_rnns(
                 run.append(compile_piece(module, inputs))
         # After compiling: if the piece writes to its inputs, this changes the FakeTensors.
         twin.run_section(section, context)
-    return _runner(gm.graph, sections, run, None if final is base else final)
+    return chained(gm.graph, sections, run, None if final is base else final)
 
 
 # -- values that cross a cut ----------------------------------------------------------------------
@@ -192,51 +192,3 @@ class _FakeRun(fx.Interpreter):
         if target in RNN_OPS:
             return rnn_results(target, args, kwargs)
         return super().call_function(target, args, kwargs)
-
-
-# -- run time -------------------------------------------------------------------------------------
-
-
-def _runner(
-    graph: fx.Graph,
-    sections: list[Section],
-    functions: list[Callable[..., Any]],
-    leave: bool | None,
-) -> Callable[..., Any]:
-    """A function that calls the sections in order on values by number, and drops each value after
-    its last use.
-
-    `leave`: the grad mode at the end, or None if it is the same as at the start.
-    """
-    inputs = graph.find_nodes(op="placeholder")
-    computed = [node for section in sections for node in section.outputs]
-    number = {node: i for i, node in enumerate([*inputs, *computed])}
-    # Dropped at once, unless a later section reads it.
-    last = {node: section for section in sections for node in (*section.outputs, *section.inputs)}
-    for node in (*inputs, *graph.output_node().all_input_nodes):
-        last.pop(node, None)
-    calls = [
-        (
-            function,
-            [number[node] for node in section.inputs],
-            [number[node] for node in section.outputs],
-            [number[node] for node, user in last.items() if user is section],
-        )
-        for section, function in zip(sections, functions, strict=True)
-    ]
-    (returned,) = graph.output_node().args
-    assert isinstance(returned, (tuple, list))
-    # The caller may want constants too (None, for example).
-    results = [number[v] if isinstance(v, fx.Node) else (v,) for v in returned]
-
-    def run(*args: Any) -> tuple[Any, ...]:
-        values = dict(enumerate(args))
-        for function, given, made, done in calls:
-            values.update(zip(made, function(*[values[i] for i in given]), strict=True))
-            for i in done:
-                del values[i]
-        if leave is not None:
-            set_grad_enabled(leave)
-        return tuple([values[r] if isinstance(r, int) else r[0] for r in results])
-
-    return run
