@@ -24,9 +24,9 @@ from mpcompile.lower.joint import (
     NO_PASSES,
     OPTION,
     PARTITIONER,
+    InOrder,
     JointPass,
     JointPasses,
-    Ours,
     joint_passes,
     with_joint_passes,
 )
@@ -267,7 +267,7 @@ def test_uuid_is_the_source(tmp_path: Path) -> None:
 
     source = "def pass_(graph):\n    return False\n"
     first, same, changed = (
-        Ours(pass_of(name, text)).uuid()
+        InOrder((), [pass_of(name, text)]).uuid()
         for name, text in (("a", source), ("b", source), ("c", source + "# better\n"))
     )
     assert first == same != changed
