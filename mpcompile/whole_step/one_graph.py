@@ -26,9 +26,8 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from .. import ir
 from ..devices.registry import capabilities
 from ..errors import CannotRewrite
-from ..lower.inference import Function, compile_inference, options_for_joins
+from ..lower.inference import Function, compile_inference, options_for_joins, outliving, replays
 from ..lower.joint import NO_PASSES, joint_passes, with_joint_passes
-from ..lower.replayed import outliving, replays
 from ..lower.sections import chained
 from ..lower.write_order import inductor_for
 from ..operators.rnn_layer import IN_A_GRAPH
