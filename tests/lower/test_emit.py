@@ -66,14 +66,6 @@ def test_options_reach_inductor_and_go_over_the_mode() -> None:
     assert seen == [(False, False)] * 2  # forward and backward
 
 
-@pytest.mark.parametrize(
-    "wrong", [{"mode": "fastest"}, {"options": {"no_such_option": 1}}], ids=["mode", "option"]
-)
-def test_unknown_mode_or_option(wrong: dict[str, Any]) -> None:
-    with pytest.raises(RuntimeError, match=r"fastest|no_such_option"):
-        compiled(lambda x: x.sin(), "inductor", **wrong)(torch.randn(3))
-
-
 # -- caches ---------------------------------------------------------------------------------------
 
 CHILD = """

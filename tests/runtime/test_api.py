@@ -103,12 +103,6 @@ def test_half_inputs_are_found_at_any_depth() -> None:
     torch.testing.assert_close(out, wanted, rtol=1e-2, atol=1e-2)
 
 
-def test_torchs_own_modules_are_compiled_too() -> None:
-    """`nn.Sequential(...).compile()` compiles nothing: Dynamo skips frames of torch's files."""
-    _, plans = run(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4)))
-    assert [p.counts()["LOW"] for p in plans] == [3]
-
-
 @pytest.mark.slow("compiles several models")
 def test_many_models_of_one_class_do_not_exhaust_the_recompile_limit() -> None:
     for _ in range(torch._dynamo.config.recompile_limit + 2):
