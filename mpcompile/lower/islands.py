@@ -49,6 +49,7 @@ from torch import fx
 
 from ..errors import CannotRewrite
 from ..ir.fakes import fake_twin
+from ..ir.targets import ENTER_AUTOCAST
 from ..rules import PACKETS, RNN_OPS
 from ..torch_inside.names import TracingContext, enable_python_dispatcher, tracing
 from .sections import Section, bind, chained, outline, schedule
@@ -140,6 +141,8 @@ def compile_around_rnns(
     given = dict(zip(placeholders, example_inputs, strict=True))
     symbols = [node for node in given if isinstance(given[node], torch.SymInt)]
     sections, final = schedule(gm.graph, base, apart, symbols)
+    if any(n.target is ENTER_AUTOCAST for section in sections for n in section.outputs):
+        raise CannotRewrite("an autocast region reaches across an RNN")
 
     twin = _FakeRun(gm, {node: fake_twin(value, context) for node, value in given.items()})
     run: list[Callable[..., Any]] = []

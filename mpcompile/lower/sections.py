@@ -15,8 +15,7 @@ import torch
 from torch import fx
 
 from .. import ir
-from ..errors import CannotRewrite
-from ..ir.targets import ENTER_AUTOCAST, SET_GRAD_ENABLED
+from ..ir.targets import SET_GRAD_ENABLED
 from ..rules import RNN_OPS
 from ..torch_inside.graphs import schema
 from ..torch_inside.names import set_grad_enabled
@@ -40,9 +39,6 @@ def schedule(
     """The sections in the order of the graph, and the grad mode at the graph's end.
 
     Every piece takes all symbols: Inductor can read `s` from an argument, but not from `2 * s`.
-
-    Raises:
-        CannotRewrite: see `compile_around_rnns`.
     """
     runs: list[tuple[bool, bool, list[fx.Node]]] = []  # whether it is an island, its mode, nodes
     grad = base
@@ -65,8 +61,6 @@ def schedule(
             grad = bool(node.args[0])
     busy = [run for run in runs if any(n.target is not SET_GRAD_ENABLED for n in run[2])]
     found = [Section.of(nodes, island=island, grad=begins) for island, begins, nodes in busy]
-    if any(n.target is ENTER_AUTOCAST for section in found for n in section.outputs):
-        raise CannotRewrite("an autocast region reaches across an RNN")
     position = {node: i for i, node in enumerate(graph.nodes)}
     for i, section in enumerate(found):
         taken = {*section.inputs, *(() if section.island else symbols)}
