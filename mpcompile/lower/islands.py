@@ -35,18 +35,29 @@ does between any two compiled functions. The functionalize pass leaves few such 
 NOTE [Why not an opaque operator] One custom operator for each RNN would keep the graph whole, but
 its backward would have to save all that each device's kernel saves (cuDNN's reserve, oneDNN's
 workspace, one tape per time step for a GRU on CPU, which has no fused kernel). Autograd does that.
+
+NOTE [What gains by being compiled] Where nothing runs in the low dtype, the RNN runs on the
+device's own kernel whatever is done with the rest, and a compiled piece costs a call of its own in
+the forward and in the backward. What it gains is that its elementwise operators, fused, don't write
+each result to memory. So an embedding or a linear layer beside an RNN is faster op by op, a sampled
+softmax after it or masked convolutions before it are faster compiled (on a CPU: `python -m
+benchmarks run peers`, the LSTM with attention, the big LSTM, Deep Speech 2). A dropout after an RNN
+is faster op by op, too: Inductor's C++ draws random numbers one at a time, torch's kernel many
+(torch 2.13).
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 from unittest import mock
 
 import torch
 from torch import fx
 
+from .. import ir
 from ..errors import CannotRewrite
 from ..ir.fakes import fake_twin
 from ..ir.targets import ENTER_AUTOCAST
@@ -195,3 +206,27 @@ class _FakeRun(fx.Interpreter):
         if target in RNN_OPS:
             return rnn_results(target, args, kwargs)
         return super().call_function(target, args, kwargs)
+
+
+# -- what gains by being compiled ------------------------------------------------------------------
+
+_LEAST = 1 << 20
+"""Bytes of results of elementwise operators: so that writing them costs more than a call."""
+
+
+def gains(piece: Iterable[fx.Node]) -> bool:
+    """Whether these operators, which would be compiled together, are faster so."""
+    written = 0
+    for node in filter(ir.is_op, piece):
+        value = ir.tensor(node)
+        if value is not None and torch.Tag.pointwise in getattr(node.target, "tags", ()):
+            written += math.prod(map(ir.hint, value.shape)) * value.element_size()
+    return written >= _LEAST
+
+
+def is_apart(node: fx.Node) -> bool:
+    """Whether an operator is a dropout of what an RNN returns."""
+    if node.target is not ir.aten.dropout.default:
+        return False
+    source = node.args[0]
+    return isinstance(source, fx.Node) and any(n.target in RNN_OPS for n in source.all_input_nodes)
