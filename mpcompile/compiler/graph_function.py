@@ -17,10 +17,9 @@ from ..ir.fakes import fake_of_fixed_size
 from ..ir.inputs import GraphInputs
 from ..lower.accumulation import check_accumulation
 from ..lower.emitter import emit
-from ..lower.fusing import gains, is_apart
-from ..lower.islands import has_rnn, pieces
+from ..lower.inference import replays
+from ..lower.islands import gains, has_rnn, is_apart, pieces
 from ..lower.joint import joint_passes
-from ..lower.replayed import replays
 from ..padding.products import product
 from ..planner.target import place_of
 from ..plans import pipeline

@@ -37,8 +37,7 @@ from ..torch_inside.names import autocast_is_on, autocast_off, compile_fx
 from ..torch_inside.private_names import Part, refuse, why_off
 from ..verify.first_call import compile_verified
 from ..verify.verdicts import Verify
-from .fusing import gains, is_apart
-from .islands import Compiler, compile_around_rnns, has_rnn, name_rnns
+from .islands import Compiler, compile_around_rnns, gains, has_rnn, is_apart, name_rnns
 from .joint import NO_PASSES, AndThen, JointPasses, with_joint_passes
 from .write_order import inductor_for
 

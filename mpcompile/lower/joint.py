@@ -149,40 +149,28 @@ def with_joint_passes(
 def appended(theirs: Any, passes: Sequence[JointPass]) -> InOrder:
     """The user's pass or passes, if there are any, and then ours."""
     theirs = theirs or ()
-    theirs = theirs if isinstance(theirs, (list, tuple)) else (theirs,)
-    return InOrder((*theirs, *map(Ours, passes)))
-
-
-class Ours(CustomGraphPass):
-    """One of mpcompile's passes; caches identify it by its source."""
-
-    def __init__(self, pass_: JointPass) -> None:
-        self.pass_ = pass_
-
-    def __call__(self, graph: fx.Graph) -> None:
-        """Run the pass."""
-        self.pass_(graph)
-
-    def uuid(self) -> bytes:
-        """A hash of the files that the effect of the pass depends on."""
-        return _source_of(self.pass_)
+    return InOrder(theirs if isinstance(theirs, (list, tuple)) else (theirs,), passes)
 
 
 class InOrder(CustomGraphPass):
-    """Several passes as one (torch 2.12 takes no list)."""
+    """Several passes as one (torch 2.12 takes no list): the user's, and then ours."""
 
-    def __init__(self, passes: Sequence[Callable[[fx.Graph], object]]) -> None:
-        self.passes = passes
+    def __init__(
+        self, theirs: Sequence[Callable[[fx.Graph], object]], ours: Sequence[JointPass]
+    ) -> None:
+        self.theirs, self.ours = theirs, ours
 
     def __call__(self, graph: fx.Graph) -> None:
         """Run each pass."""
-        for pass_ in self.passes:
+        for pass_ in (*self.theirs, *self.ours):
             pass_(graph)
 
     def uuid(self) -> tuple[Any, ...] | None:
-        """The uuids of all passes; None ("don't cache") if one of them has none."""
-        uuids = [p.uuid() if isinstance(p, CustomGraphPass) else None for p in self.passes]
-        return tuple(uuids) if all(uuids) else None
+        """The uuids of their passes and the sources of ours; None ("don't cache") if one of theirs
+        has none.
+        """
+        theirs = [p.uuid() if isinstance(p, CustomGraphPass) else None for p in self.theirs]
+        return (*theirs, *map(_source_of, self.ours)) if all(theirs) else None
 
 
 class AndThen(CustomPartitionerFn):
@@ -241,4 +229,5 @@ def _keep(weights: Sequence[fx.Node]) -> None:
 
 
 def _source_of(pass_: Callable[..., bool]) -> bytes:
+    """A hash of the files that the effect of a pass of ours depends on."""
     return get_hash_for_files((inspect.getfile(pass_), *_ASKED))

@@ -24,9 +24,9 @@ from mpcompile.lower.joint import (
     NO_PASSES,
     OPTION,
     PARTITIONER,
+    InOrder,
     JointPass,
     JointPasses,
-    Ours,
     joint_passes,
     with_joint_passes,
 )
@@ -155,7 +155,7 @@ def test_no_layouts_where_inductor_may_choose_none() -> None:
     with inductor.patch(layout_optimization=False):
         assert with_joint_passes(None, IMAGES) is None
     given = with_joint_passes(None, IMAGES)
-    assert [one.pass_ for one in given[LOWERED].passes] == [lay_low_images]
+    assert ([*given[LOWERED].theirs], given[LOWERED].ours) == ([], [lay_low_images])
 
 
 def test_without_passes_options_are_the_users() -> None:
@@ -286,7 +286,7 @@ def test_uuid_is_the_source(tmp_path: Path) -> None:
 
     source = "def pass_(graph):\n    return False\n"
     first, same, changed = (
-        Ours(pass_of(name, text)).uuid()
+        InOrder((), [pass_of(name, text)]).uuid()
         for name, text in (("a", source), ("b", source), ("c", source + "# better\n"))
     )
     assert first == same != changed
