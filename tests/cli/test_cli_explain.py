@@ -1,4 +1,6 @@
-"""`mpcompile explain`: what it prints, its conditions for a CI, and its exit status."""
+"""`mpcompile explain`, and `plan`, its other name: what it prints, its conditions for a CI, its exit
+status, and what a factory that is none gets.
+"""
 
 import dataclasses
 import json
@@ -24,15 +26,30 @@ Captured = pytest.CaptureFixture[str]
 
 
 @pytest.mark.usefixtures("nets")
-@pytest.mark.parametrize("factory", ["good", "named", "cubed"])
-def test_the_plan(factory: str, capsys: Captured) -> None:
+@pytest.mark.parametrize(
+    "call", ["explain some_nets:good", "explain some_nets:named", "plan some_nets:cubed"]
+)
+def test_the_plan(call: str, capsys: Captured) -> None:
     arguments = ["--device", "v100", "--level", "O2", "--recompute", "--mp-optimizer"]
-    assert cli.main(["explain", f"some_nets:{factory}", *arguments]) == 0
+    assert cli.main([*call.split(), *arguments]) == 0
     captured = capsys.readouterr()
     assert captured.out.startswith("Net at O2: 2 of 2 products in FP16, 100.0% of ")
     assert "\non Tesla V100-SXM2-16GB; Tensor Cores: FP16 (Volta" in captured.out
+    assert re.search(r" FP16 +yes +1.0 kFLOP +m 8, n 8, k 8", captured.out)
     assert "_f16 " not in captured.out
     assert captured.err == ""
+
+
+@pytest.mark.usefixtures("nets")
+def test_json_and_a_dump(tmp_path: Path, capsys: Captured) -> None:
+    arguments = ["--device", "t4", "--json", "--dump", str(tmp_path / "graphs")]
+    assert cli.main(["plan", "some_nets:linear", *arguments]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["gpu"]["name"] == "Tesla T4"
+    assert data["graphs"][0]["tensor_cores"]["share"] == 1.0
+    assert data["saved_bytes"] == 2 * 8 * 8
+    assert data["unknown"]
+    assert list((tmp_path / "graphs").rglob("plan.json"))
 
 
 @pytest.mark.slow("whole commands")
@@ -246,10 +263,23 @@ def test_a_low_product_without_units_is_no_share(capsys: Captured) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["some_nets"], "write the factory as pkg.module:factory"),
+        (["some_nets.good"], "did you mean some_nets:good?"),
+        (["some_nets.py:good"], "name the module, not its file; did you mean some_nets:good?"),
+        (["./some_nets.py:good"], "name the module, not its file; did you mean some_nets:good?"),
+        (["no_nets:good"], "there is no module 'no_nets' in the current directory"),
+        (["broken_nets:good"], "broken_nets can't be imported: ModuleNotFoundError: No module na"),
         (["some_nets:godo"], "some_nets has no 'godo'; did you mean 'good'?"),
+        (["some_nets:number"], "some_nets:number is a int, not a function"),
+        (["some_nets:net"], "some_nets:net is a Linear, not a function"),
+        (["some_nets:fails"], "some_nets:fails() fails: OSError: no such weights ("),
+        (["some_nets:one"], "returned a Linear; factory() must return (model, args) or"),
+        (["some_nets:tensor"], "returned a Tensor as args; factory() must return"),
+        (["some_nets:swapped"], "returned a tuple as the model; factory() must return"),
         (["some_nets:unnamed"], "returned a int as loss_fn; factory() must return (model, args)"),
         (["some_nets:five"], "some_nets:five() returned 5 values; factory() must return"),
-        (["some_nets:good", "--device", "h10"], "unknown GPU 'h10'; did you mean 'h100'?"),
+        # said before the factory is looked for
+        (["no_nets:good", "--device", "h10"], "unknown GPU 'h10'; did you mean 'h100'?"),
         (["some_nets:good", "--device", "cpu"], "plan is for the device that the model is on"),
         (["some_nets:good", "--why", "nothing"], "'nothing'"),
         (["some_nets:good", "--diff", "none.json"], "none.json can't be read: No such file"),
@@ -260,7 +290,15 @@ def test_a_request_that_cannot_be_met(arguments: list[str], message: str, capsys
     assert cli.main(["explain", *arguments]) == 2
     captured = capsys.readouterr()
     assert message in squeezed(captured.err)
+    assert "Traceback" not in captured.err
     assert captured.out == ""
+
+
+def test_the_help_says_what_a_factory_returns(capsys: Captured) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["plan", "--help"])
+    said = squeezed(capsys.readouterr().out)
+    assert "factory() must return (model, args) or (model, args, kwargs)" in said
 
 
 @pytest.mark.parametrize(
