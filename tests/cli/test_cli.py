@@ -165,7 +165,11 @@ def test_profile_out_and_show(
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("{}", "MPCOMPILE_PROFILE: {path} holds no device profile"),
+        (
+            "{}",
+            "MPCOMPILE_PROFILE: {path} holds no device profile: it is no JSON object with format 1"
+            "; set a path, or 'none', or unset it",
+        ),
         (None, "MPCOMPILE_PROFILE: can't read the profile {path}"),
         ("none", "there is no profile for cpu: MPCOMPILE_PROFILE=none holds none: unset it"),
     ],

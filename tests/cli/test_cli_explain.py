@@ -1,5 +1,5 @@
-"""`mpcompile explain`, and `plan`, its other name: what it prints, its conditions for a CI, its exit
-status, and what a factory that is none gets.
+"""`mpcompile explain`, or `plan`: what it prints, its conditions for a CI, its exit status, and
+what a factory gets that is none.
 """
 
 import dataclasses

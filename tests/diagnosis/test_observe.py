@@ -70,8 +70,12 @@ def test_shares_at_the_thresholds_of_fp16(value: float, kind: str) -> None:
     assert Shares.of([exact / 1024], torch.float16, scale=1024) == wanted
 
 
-def test_shares_of_nothing() -> None:
-    assert Shares.of([numbers(0.0, inf)], torch.float16) == Shares()
+def test_shares_of_several_and_of_nothing() -> None:
+    """And they know how many values they are of."""
+    found = Shares.of([numbers(0, 1, 2**-30), numbers(2**-20, 1e5, inf)], torch.float16)
+    assert (found, found.count) == (Shares(0.25, 0.25, 0.25), 4)
+    nothing = Shares.of([numbers(0.0, inf)], torch.float16)
+    assert (nothing, nothing.count) == (Shares(), 0)
 
 
 def test_a_histogram_has_the_binary_exponent() -> None:

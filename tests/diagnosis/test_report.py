@@ -10,7 +10,7 @@ import pytest
 import torch
 from module_of import module_of
 from page_parser import Page
-from reports import EVIL, faulty, histogram, node, numbers, report
+from reports import faulty, histogram, node, numbers, report
 from rich.console import Console
 from torch import nn
 
@@ -38,14 +38,6 @@ def test_zeros_of_activation_gradients_are_counted(dtype: torch.dtype) -> None:
     counted = dict(zip(EXPONENTS, found.histogram, strict=True))
     assert {exponent: n for exponent, n in counted.items() if n} == {3: 6}
     assert found.zeros == 2
-
-
-def test_shares_know_how_many_values_they_are_of() -> None:
-    values = torch.tensor([0.0, 1.0, 2.0**-30, 2.0**-20, 1e5, torch.inf], dtype=torch.float64)
-    found = Shares.of([values], torch.float16)
-    assert found == Shares(0.25, 0.25, 0.25)
-    assert found.count == 4
-    assert Shares.of([torch.zeros(3)], torch.float16).count == 0
 
 
 def test_totals_weigh_nodes_by_their_elements() -> None:
@@ -253,33 +245,6 @@ def test_a_report_of_nothing_has_a_page() -> None:
     assert "but the loss is not finite" not in text
     lost = report(losses={"low": float("inf")})
     assert "but the loss is not finite" in " ".join(Page(render(lost)).texts)
-
-
-def test_no_name_becomes_markup() -> None:
-    html = render(faulty(EVIL))
-    page = Page(html)
-    assert EVIL not in html
-    assert "img" not in page.tags
-    assert page.tags.count("script") == 2
-    assert not [name for _, name, _ in page.attributes if name.startswith("on")]
-    assert page.data["graphs"][0]["nodes"][1]["module"] == f"blocks.2.down{EVIL}"
-
-
-def test_the_page_may_load_nothing() -> None:
-    html = render(faulty())
-    (policy,) = re.findall(r'content="(default-src[^"]*)"', html)
-    assert re.fullmatch(r"default-src 'none'; style-src '\S+'; script-src '\S+'", policy)
-    assert "unsafe" not in policy
-    assert not re.search(r"""(src|href)\s*=|url\(|@import|https?://|innerHTML""", html)
-
-
-def test_a_path_that_cannot_be_written(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    for path in (tmp_path / "file" / "report.html", tmp_path):
-        with pytest.raises(MPCompileError, match=r"can't be written: .*; give"):
-            faulty().to_html(path)
-    faulty().to_html(str(tmp_path / "report.html"))
-    assert (tmp_path / "report.html").read_text(encoding="utf-8") == render(faulty())
 
 
 def test_the_page_of_a_large_model_is_small() -> None:
