@@ -1,6 +1,4 @@
-"""`mpcompile explain`, or `plan`: what it prints, its conditions for a CI, its exit status, and
-what a factory gets that is none.
-"""
+"""`mpcompile explain`, or `plan`: what it prints, its conditions for a CI, and its exit status."""
 
 import dataclasses
 import json
@@ -256,70 +254,11 @@ def test_a_low_product_without_units_is_no_share(capsys: Captured) -> None:
     assert "has no Tensor Cores" in squeezed(capsys.readouterr().err)
 
 
-# -- mistakes --------------------------------------------------------------------------------------
-
-
-@pytest.mark.usefixtures("nets")
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["some_nets"], "write the factory as pkg.module:factory"),
-        (["some_nets.good"], "did you mean some_nets:good?"),
-        (["some_nets.py:good"], "name the module, not its file; did you mean some_nets:good?"),
-        (["./some_nets.py:good"], "name the module, not its file; did you mean some_nets:good?"),
-        (["no_nets:good"], "there is no module 'no_nets' in the current directory"),
-        (["broken_nets:good"], "broken_nets can't be imported: ModuleNotFoundError: No module na"),
-        (["some_nets:godo"], "some_nets has no 'godo'; did you mean 'good'?"),
-        (["some_nets:number"], "some_nets:number is a int, not a function"),
-        (["some_nets:net"], "some_nets:net is a Linear, not a function"),
-        (["some_nets:fails"], "some_nets:fails() fails: OSError: no such weights ("),
-        (["some_nets:one"], "returned a Linear; factory() must return (model, args) or"),
-        (["some_nets:tensor"], "returned a Tensor as args; factory() must return"),
-        (["some_nets:swapped"], "returned a tuple as the model; factory() must return"),
-        (["some_nets:unnamed"], "returned a int as loss_fn; factory() must return (model, args)"),
-        (["some_nets:five"], "some_nets:five() returned 5 values; factory() must return"),
-        # said before the factory is looked for
-        (["no_nets:good", "--device", "h10"], "unknown GPU 'h10'; did you mean 'h100'?"),
-        (["some_nets:good", "--device", "cpu"], "plan is for the device that the model is on"),
-        (["some_nets:good", "--why", "nothing"], "'nothing'"),
-        (["some_nets:good", "--diff", "none.json"], "none.json can't be read: No such file"),
-        (["some_nets:good", "--diff", "some_nets.py"], "some_nets.py is not a plan: not JSON"),
-    ],
-)
-def test_a_request_that_cannot_be_met(arguments: list[str], message: str, capsys: Captured) -> None:
-    assert cli.main(["explain", *arguments]) == 2
-    captured = capsys.readouterr()
-    assert message in squeezed(captured.err)
-    assert "Traceback" not in captured.err
-    assert captured.out == ""
-
-
 def test_the_help_says_what_a_factory_returns(capsys: Captured) -> None:
     with pytest.raises(SystemExit):
         cli.main(["plan", "--help"])
     said = squeezed(capsys.readouterr().out)
     assert "factory() must return (model, args) or (model, args, kwargs)" in said
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ([], "the following arguments are required: pkg.module:factory"),
-        (["a:b", SHARE[0], "95"], "95: a share from 0 to 1 is needed, such as 0.95"),
-        (["a:b", SHARE[0], "all"], "all: a share from 0 to 1 is needed, such as 0.95"),
-        (["a:b", "--level", "O0"], "invalid choice: 'O0'"),
-        (["a:b", "--html", "some_nets.py/plan.html"], "some_nets.py/plan.html: File exists"),
-        (["a:b", "--html", "."], ". is a directory: name a file"),
-        (["a:b", "--why", "x", "--diff", "y.json"], "not allowed with argument --why"),
-    ],
-)
-@pytest.mark.usefixtures("nets")
-def test_bad_arguments(arguments: list[str], message: str, capsys: Captured) -> None:
-    """They are said before the work begins."""
-    with pytest.raises(SystemExit) as stop:
-        cli.main(["explain", *arguments])
-    assert stop.value.code == 2
-    assert message in squeezed(capsys.readouterr().err)
 
 
 def test_text_is_printed_as_it_is(planned: dict[str, Any], capsys: Captured) -> None:
