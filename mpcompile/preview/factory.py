@@ -8,6 +8,8 @@ The factory is called without arguments and returns `(model, args)`, `(model, ar
 from __future__ import annotations
 
 import importlib
+import os
+import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -34,7 +36,7 @@ class Made(NamedTuple):
 
 
 def made_by(target: str) -> Made:
-    """Import the factory and call it.
+    """Import the factory, whose module may lie in the current directory, and call it.
 
     Raises:
         MPCompileError: the module or factory doesn't exist, fails, or returns something else.
@@ -48,6 +50,7 @@ def made_by(target: str) -> Made:
         raise MPCompileError(
             f"{target!r}: name the module, not its file{_likely(f'{module_name}.{path}')}"
         )
+    sys.path.insert(0, os.getcwd())  # as `python -m` does
     try:
         found: Any = importlib.import_module(module_name)
     except Exception as error:

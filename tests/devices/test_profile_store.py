@@ -149,11 +149,6 @@ def test_the_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert load(CPU) == expected
 
 
-def test_a_device_without_profiles() -> None:
-    with pytest.raises(MPCompileError, match="device type 'meta' is not supported"):
-        load(torch.device("meta"))
-
-
 @pytest.mark.gpu
 @pytest.mark.real_gpu("it has no driver whose version a profile could name")
 def test_the_gpu_at_hand_can_be_measured() -> None:

@@ -11,7 +11,6 @@ import torch
 from module_of import module_of
 from page_parser import Page
 from reports import faulty, histogram, node, numbers, report
-from rich.console import Console
 from torch import nn
 
 import mpcompile
@@ -81,16 +80,6 @@ def test_the_text_has_everything() -> None:
     assert "no fault found" not in text
 
 
-def test_columns_are_aligned() -> None:
-    lines = str(faulty()).splitlines()
-    for head, rows in (("in FP32  node", 2), ("subnormal  overflow", 5)):
-        (at,) = (i for i, line in enumerate(lines) if head in line)
-        column = lines[at].index("node")
-        for line in lines[at : at + rows + 1]:
-            assert line[column - 2 : column] == "  "
-            assert line[column] != " "
-
-
 def test_worst_come_first_and_are_few() -> None:
     errors = [3e-4, 5e-1, 0.0, *(1e-5 * i for i in range(1, 30))]
     nodes = tuple(numbers(node(f"n{i}"), error=error) for i, error in enumerate(errors))
@@ -145,15 +134,6 @@ def test_the_text_is_whole_and_plain(monkeypatch: pytest.MonkeyPatch) -> None:
     assert text.isascii()
 
 
-def test_rich_colours_the_faults() -> None:
-    console = Console(force_terminal=True, width=200, color_system="standard")
-    with console.capture() as shown:
-        console.print(faulty())
-    coloured = shown.get()
-    assert "\x1b[1;31moverflow: blocks.2.down" in coloured
-    assert re.sub(r"\x1b\[[\d;]*m", "", coloured).split() == str(faulty()).split()
-
-
 # -- JSON ------------------------------------------------------------------------------------------
 
 
@@ -177,14 +157,6 @@ def test_to_dict_is_whole_json() -> None:
     assert data["histogram"][-20 - first] == 20
     assert data["zeros"] == 30
     assert data["versions"] == {"mpcompile": mpcompile.__version__, "torch": torch.__version__}
-
-
-def test_a_real_report_is_json() -> None:
-    net = nn.Sequential(nn.Linear(4, 4), nn.Softmax(-1))
-    with torch.no_grad():
-        net[0].weight.mul_(1e6)
-    data = diagnose(net, torch.ones(2, 4), dtype=torch.float16).to_dict()
-    assert json.loads(json.dumps(data, allow_nan=False))["faults"]
 
 
 def test_save(tmp_path: Path) -> None:
