@@ -11,7 +11,7 @@ import importlib
 import os
 import sys
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -26,13 +26,8 @@ CONTRACT = (
 )
 
 
-class Made(NamedTuple):
-    """What a factory returned: a model, the arguments of its call, and who makes the loss."""
-
-    model: nn.Module
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    loss_fn: Callable[[Any], torch.Tensor] | None
+Made = tuple[nn.Module, tuple[Any, ...], dict[str, Any], Callable[[Any], torch.Tensor] | None]
+"""What a factory returned: a model, the arguments of its call, and who makes the loss."""
 
 
 def made_by(target: str) -> Made:
@@ -97,4 +92,4 @@ def _checked(target: str, made: Any) -> Made:
             raise MPCompileError(
                 f"{target}() returned a {type(value).__name__} as {name}; {CONTRACT}"
             )
-    return Made(model, tuple(args), kwargs, loss_fn)
+    return model, tuple(args), kwargs, loss_fn
