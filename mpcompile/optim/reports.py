@@ -32,9 +32,6 @@ class Results:
         """
         return self._tensors[name].clone() if name in self._tensors else torch.tensor(before)
 
-    def write(self, name: str, value: torch.Tensor) -> None:
-        self._tensor(name, value.device).copy_(value)
-
     def slots(self, device: torch.device) -> dict[Slot, torch.Tensor]:
         """The tensors, by their slots in a step's graph; made on that device if need be."""
         return {Slot("result", key=name): self._tensor(name, device) for name in _DTYPES}

@@ -18,6 +18,7 @@ from ..ranks.shards import local
 from ..torch_inside.names import autocast_is_on, autocast_off, copy_all, set_grad_enabled
 from .compiled import Cut, Emit, Program, serves_vectors, without_numbers
 from .decide import Decision
+from .eager import eager_step
 from .fused import fused_step
 from .traced_step import TracedStep
 from .updates import UpdateGraph, in_call
@@ -62,6 +63,8 @@ class CompiledStep:
         finally:
             set_grad_enabled(grad_mode)
         self.traced.ran()
+        for scale in self.key.scales:
+            scale.stepped()
 
     def take(
         self,
@@ -78,10 +81,13 @@ class CompiledStep:
         """
         if self._decision.is_needed:
             self._decision.run(fresh)
+        held, config = self.traced.held, self.traced.config
+        skip = held[SKIPPED] if config.checked else None
+        factor = held[FACTOR] if config.clipped else None
         if self.traced.fused:
-            held, config = self.traced.held, self.traced.config
-            skip = held[SKIPPED] if config.checked else None
-            fused_step(optimizer, skip, held[FACTOR] if config.clipped else None)
+            fused_step(optimizer, skip, factor)
+        if self.traced.by_operator:
+            eager_step(optimizer, self.key, skip, factor)
         for call in self._calls:
             call(gradients)
 

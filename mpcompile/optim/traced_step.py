@@ -37,8 +37,8 @@ class TracedStep:
 
     Args:
         config: its settings: see `config_of`.
-        updates: what the optimizer does to these parameters, and maybe to others; None: its class's
-            fused kernel does it.
+        updates: what the optimizer does to these parameters, and maybe to others; None: its class
+            does it, by its fused kernel or `by_operator`.
         results: where the step reports.
 
     Attributes:
@@ -55,12 +55,16 @@ class TracedStep:
         config: StepConfig,
         updates: Updates | None,
         results: Results,
+        *,
+        by_operator: bool = False,
     ) -> None:
         self.key, self.config, self.device = key, config, key.members[0].param.device
-        self.fused = updates is None
+        self.fused, self.by_operator = updates is None and not by_operator, by_operator
         self.updates: Sequence[UpdateGraph] = ()
         self._settings: HeldSettings | None = None
-        if updates is None:
+        if by_operator:
+            self.rests_on = OfStep(optimizer, ())  # the class reads all again
+        elif updates is None:
             served = Fact("settings that torch's kernel lacks", settings_of, optimizer)
             self.rests_on = OfStep(optimizer, key.members, None, served)
         else:
@@ -80,7 +84,8 @@ class TracedStep:
         params = [member.param for member in key.members if member.updated]
         self._written = [*params, *map(local, filter(is_sharded, params))]
         pairs = zip(key.members, key.copies, strict=True)
-        self._copied = [(m.param, copy) for m, copy in pairs if copy is not None and m.updated]
+        copied = [(m.param, copy) for m, copy in pairs if copy is not None and m.updated]
+        self._copied = [] if by_operator else copied  # the class writes no copies
 
     def _kept(self, optimizer: Optimizer) -> Mapping[Slot, torch.Tensor]:
         """Parameters, their copies and state, and the loss scales."""
