@@ -43,11 +43,8 @@ class CompiledStep:
         self._decision = Decision(
             traced.config, traced.held, traced.fresh(), emit, dump, shapes=shapes, listed=together
         )
-        self._calls: list[_Call] = traced.lending(
-            lambda: _Calls(
-                one for graph in traced.updates for one in _calls_of(graph, traced.held, emit)
-            )
-        )
+        with traced.lending(self):
+            self._calls = [c for g in traced.updates for c in _calls_of(g, traced.held, emit)]
 
     def run(self, optimizer: Optimizer) -> None:
         """Do the step over the gradients of its parameters."""
@@ -90,10 +87,6 @@ class CompiledStep:
             eager_step(optimizer, self.key, skip, factor)
         for call in self._calls:
             call(gradients)
-
-
-class _Calls(list["_Call"]):
-    """All of a step, in order. (A list itself can't have a finalizer.)"""
 
 
 class _Bound:

@@ -10,9 +10,10 @@ leaves behind is the same in both.
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -28,8 +29,6 @@ from .reports import Results
 from .rests_on import Fact, OfStep
 from .trace import Trace
 from .updates import UpdateGraph, Updates
-
-_Made = TypeVar("_Made")
 
 
 class TracedStep:
@@ -134,16 +133,16 @@ class TracedStep:
                 fresh[Slot("scale", k, "first")] = self._firsts[is_first]
         return fresh
 
-    def lending(self, make: Callable[[], _Made]) -> _Made:
-        """Call `make`, which makes something that holds tensors over the parameters' memory."""
+    @contextlib.contextmanager
+    def lending(self, to: object) -> Iterator[None]:
+        """In this context, `to` gets tensors over the parameters' memory, which it holds."""
         pairs = [(p, copy) for p, copy in self._copied if not is_sharded(p)]
         before = [holders_beside(param) for param, _ in pairs]
-        made = make()
+        yield
         for (param, copy), had in zip(pairs, before, strict=True):
             if lent := holders_beside(param) - had:
                 copy.lent += lent
-                weakref.finalize(made, copy.give_back, lent).atexit = False
-        return made
+                weakref.finalize(to, copy.give_back, lent).atexit = False
 
     def ran(self) -> None:
         """Tell autograd and the working copies that the step has run."""
