@@ -42,7 +42,7 @@ class TracedStep:
 
     Attributes:
         updates: the graphs that update the parameters.
-        fused: whether torch's fused kernel does.
+        fused, by_operator: whether torch's fused kernel does, or the class operator by operator.
         rests_on: what must not change.
         held: the tensors that are the same in every step, by the slot of their input.
     """
@@ -90,7 +90,7 @@ class TracedStep:
         """Parameters, their copies and state, and the loss scales."""
         kept: dict[Slot, torch.Tensor] = {}
         for i, (member, copy) in enumerate(zip(self.key.members, self.key.copies, strict=True)):
-            if not member.updated:
+            if not member.updated or self.by_operator:
                 continue
             kept[Slot("param", i)] = local(updated_by(optimizer, member.param))
             if copy is not None:
