@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from benchmarks.ablations import training as ablations
+from benchmarks import ablations
 from benchmarks.harness.processes import ROOT
 from benchmarks.harness.report import RESULTS
 from benchmarks.papers.report import Histogram, chart

@@ -80,8 +80,7 @@ def test_words(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.slow_rows("a benchmark's own test, which runs it small")
 @pytest.mark.parametrize("name", DRAWN)
 def test_the_committed_figure_says_the_same(name: str, tmp_path: Path) -> None:
-    """Else draw it again: `python -m benchmarks.ablations`, `benchmarks.figures` or
-    `benchmarks.figures`.
+    """Else draw it again: `python -m benchmarks.figures`.
 
     Letters are outlines in these files; a comment beside them has each word.
     """
