@@ -24,18 +24,9 @@ from typing import Any
 
 import torch
 
+from benchmarks.harness import timing
 from benchmarks.harness.processes import call_elsewhere
 from benchmarks.harness.report import Report, Settings, Table, plain, where
-from benchmarks.harness.timing import (
-    Arm,
-    Ratio,
-    far_behind,
-    how_compared,
-    idle_wait,
-    ratio,
-    summarize,
-    take_turns,
-)
 from benchmarks.harness.ways import Way
 from benchmarks.models import tokens
 from benchmarks.step_times import AUTOCAST, FP32, O1, O2, OURS, Begun, Timed, ways
@@ -186,14 +177,16 @@ def measure_all(work: Work, device: torch.device) -> Measured:
     losses = {name: float(trainee.step()) for name, trainee in arms.items()}
     saved = {name: trainee.saved_bytes() for name, trainee in arms.items()}
     lowered = {name: trainee.runs_low() for name, trainee in arms.items() if name in OURS}
-    wait = idle_wait(device)
-    behind = far_behind([Arm(name, trainee.step) for name, trainee in arms.items()], wait=wait)
+    wait = timing.idle_wait(device)
+    behind = timing.far_behind(
+        [timing.Arm(name, trainee.step) for name, trainee in arms.items()], wait=wait
+    )
     slow = {name: behind[name] for name in (AUTOCAST, HALF_AUTOCAST) if name in behind}
     timed_arms = {name: trainee for name, trainee in arms.items() if name not in slow}
 
     def timed(step: str) -> dict[str, list[float]]:
-        turns = [Arm(name, getattr(trainee, step)) for name, trainee in timed_arms.items()]
-        return take_turns(turns, rounds=work.rounds, steps=work.steps, wait=wait)
+        turns = [timing.Arm(name, getattr(trainee, step)) for name, trainee in timed_arms.items()]
+        return timing.take_turns(turns, rounds=work.rounds, steps=work.steps, wait=wait)
 
     backward = timed("step")
     update = timed("step_with_update")
@@ -234,7 +227,7 @@ def _start(name: str, device: torch.device, cache: Path) -> dict[str, Any]:
 def first_step(name: str, kind: str) -> dict[str, Any]:
     """What the fresh process does: the first step, timed. CPU time does not see other processes."""
     device = torch.device(kind)
-    trainee, wait = Trainee(name, work_for(device), device), idle_wait(device)
+    trainee, wait = Trainee(name, work_for(device), device), timing.idle_wait(device)
     wait()
     wall, cpu = time.perf_counter(), time.process_time()
     trainee.compile()
@@ -266,7 +259,7 @@ def make_report(work: Work, device: torch.device, found: Measured) -> Report:
     times = {"forward + backward": found.backward, "with AdamW": found.update}
     ratios = {
         label: {
-            f"{ours} over {base}": ratio(samples[base], samples[ours])
+            f"{ours} over {base}": timing.ratio(samples[base], samples[ours])
             for ours, base in work.pairs
             if base in samples
         }
@@ -298,8 +291,8 @@ def _notes(work: Work) -> list[str]:
     return [
         f"{size.layers} pre-norm layers, width {size.width}, {size.heads} heads, vocabulary "
         f"{size.vocab}, {work.batch} sequences of {size.context} tokens; the loss is inside the "
-        f"compiled function. {work.steps} steps in a round. {how_compared(work.rounds)} Saved: "
-        "what autograd keeps between forward and backward.",
+        f"compiled function. {work.steps} steps in a round. {timing.how_compared(work.rounds)} "
+        "Saved: what autograd keeps between forward and backward.",
         "Starts are fresh processes, timed from the compiling call to the end of the first step. "
         "Passes: our capture and passes, as a share of the cold start. CPU seconds are the "
         "process's own and see less of what else runs on the machine.",
@@ -313,8 +306,8 @@ def _step_table(found: Measured) -> Table:
         [
             (
                 name,
-                summarize(samples).text(),
-                summarize(found.update[name]).text(),
+                timing.summarize(samples).text(),
+                timing.summarize(found.update[name]).text(),
                 f"{found.saved[name] / 2**20:.1f}",
                 f"{found.losses[name]:.4f}",
             )
@@ -323,7 +316,7 @@ def _step_table(found: Measured) -> Table:
     )
 
 
-def _ratio_table(ratios: dict[str, dict[str, Ratio]]) -> Table:
+def _ratio_table(ratios: dict[str, dict[str, timing.Ratio]]) -> Table:
     labels = list(ratios)
     return Table(
         "How many times faster",
@@ -345,7 +338,7 @@ def _ratio_table(ratios: dict[str, dict[str, Ratio]]) -> Table:
 
 def _start_table(starts: dict[str, dict[str, Any]]) -> Table:
     def warm(name: str, key: str) -> str:
-        return summarize([s[key] for s in starts[name]["warm"]]).text(unit=1, digits=2)
+        return timing.summarize([s[key] for s in starts[name]["warm"]]).text(unit=1, digits=2)
 
     return Table(
         "Start of a fresh process",
@@ -376,7 +369,7 @@ def _warm_ratio(starts: dict[str, dict[str, Any]], ours: str) -> float:
 
 
 def verdicts(
-    ratios: dict[str, Ratio], starts: dict[str, dict[str, Any]], lowered: dict[str, bool]
+    ratios: dict[str, timing.Ratio], starts: dict[str, dict[str, Any]], lowered: dict[str, bool]
 ) -> dict[str, bool]:
     """Ours over the peers, as far as these were timed; and the starts."""
     found = {}

@@ -30,17 +30,7 @@ import torch
 
 from benchmarks.harness.report import Report, Settings, Table, paragraphs, plain, where
 from benchmarks.harness.timing import Ratio, how_compared, ratio, summarize
-from benchmarks.whole_step.measure import (
-    ARMS,
-    EAGER,
-    PEER,
-    PLAIN,
-    WARM_UP,
-    WHOLE,
-    Row,
-    Started,
-    measure_all,
-)
+from benchmarks.whole_step import measure
 from benchmarks.whole_step.tasks import TINY, Work, work_for
 
 
@@ -51,7 +41,7 @@ def run(settings: Settings) -> Report:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        rows, starts = measure_all(work, device)
+        rows, starts = measure.measure_all(work, device)
     finally:
         torch.set_num_threads(threads)
     return make_report(rows, starts, work, device)
@@ -64,8 +54,8 @@ _MB = 1e6
 
 
 def make_report(
-    rows: Mapping[str, Row],
-    starts: Mapping[str, Mapping[str, Started]],
+    rows: Mapping[str, measure.Row],
+    starts: Mapping[str, Mapping[str, measure.Started]],
     work: Work,
     device: torch.device,
 ) -> Report:
@@ -90,25 +80,25 @@ def make_report(
     )
 
 
-def over_peer(row: Row) -> dict[str, Ratio]:
+def over_peer(row: measure.Row) -> dict[str, Ratio]:
     """For each arm that was timed how many times faster than the peer it is; {} without a peer."""
-    if PEER not in row.seconds:
+    if measure.PEER not in row.seconds:
         return {}
     return {
-        arm: ratio(row.seconds[PEER], samples)
+        arm: ratio(row.seconds[measure.PEER], samples)
         for arm, samples in row.seconds.items()
-        if arm != PEER
+        if arm != measure.PEER
     }
 
 
 def _how(work: Work) -> str:
     return (
         f"All arms in one process. {how_compared(work.rounds, 'the arm')} The loss is that of step "
-        f"{WARM_UP} on a batch that stays the same. MB are 10^6 bytes."
+        f"{measure.WARM_UP} on a batch that stays the same. MB are 10^6 bytes."
     )
 
 
-def _remarks(rows: Mapping[str, Row]) -> list[str]:
+def _remarks(rows: Mapping[str, measure.Row]) -> list[str]:
     """What is not whole and why, what is left out, and how often torch left the graph."""
     remarks = [
         f"{name}: {arm} is not whole: {why}."
@@ -131,11 +121,11 @@ def _remarks(rows: Mapping[str, Row]) -> list[str]:
         for arm in row.untrained
     ]
     broken = ", ".join(f"{row.graphs} ({name})" for name, row in rows.items())
-    return [*remarks, f"Graphs that Dynamo makes of {PLAIN}: {broken}."]
+    return [*remarks, f"Graphs that Dynamo makes of {measure.PLAIN}: {broken}."]
 
 
 def _summary(ratios: Mapping[str, Mapping[str, Ratio]]) -> Table:
-    arms = [arm for arm in ARMS if arm != PEER]
+    arms = [arm for arm in measure.ARMS if arm != measure.PEER]
     rows = [
         (name, *(f"{by_arm[arm].paired:.2f}x" if arm in by_arm else "" for arm in arms))
         for name, by_arm in ratios.items()
@@ -143,7 +133,7 @@ def _summary(ratios: Mapping[str, Mapping[str, Ratio]]) -> Table:
     return Table("How many times faster than the peer", ("", *arms), rows)
 
 
-def _table(name: str, row: Row, ratios: Mapping[str, Ratio]) -> Table:
+def _table(name: str, row: measure.Row, ratios: Mapping[str, Ratio]) -> Table:
     lines = [
         (
             arm,
@@ -154,7 +144,7 @@ def _table(name: str, row: Row, ratios: Mapping[str, Ratio]) -> Table:
             f"{(row.held[arm] + row.peak[arm]) / _MB:.2f}",
             f"{row.losses[arm][-1]:.4f}",
         )
-        for arm in ARMS
+        for arm in measure.ARMS
         if arm in row.seconds
     ]
     columns = ("arm", "step, ms", "peer over it", "without its graphs, ms", "held, MB", "peak, MB",
@@ -162,8 +152,8 @@ def _table(name: str, row: Row, ratios: Mapping[str, Ratio]) -> Table:
     return Table(name, columns, lines)
 
 
-def _starts(starts: Mapping[str, Mapping[str, Started]]) -> Table:
-    arms = [arm for arm in ARMS if arm != EAGER]
+def _starts(starts: Mapping[str, Mapping[str, measure.Started]]) -> Table:
+    arms = [arm for arm in measure.ARMS if arm != measure.EAGER]
     rows = [
         (name, *("{cold:.1f} / {warm:.1f}".format(**found[a]) if a in found else "" for a in arms))
         for name, found in starts.items()
@@ -172,15 +162,15 @@ def _starts(starts: Mapping[str, Mapping[str, Started]]) -> Table:
 
 
 def _verdicts(
-    rows: Mapping[str, Row], ratios: Mapping[str, Mapping[str, Ratio]]
+    rows: Mapping[str, measure.Row], ratios: Mapping[str, Mapping[str, Ratio]]
 ) -> dict[str, bool]:
     verdicts = {}
     for name, row in rows.items():
-        for arm in WHOLE:
+        for arm in measure.WHOLE:
             if (found := ratios[name].get(arm)) is not None:
                 claim = f"{name}: {arm} takes no longer than the peer: {found}"
                 verdicts[claim] = found.paired >= 1
-                ours, theirs = (row.held[a] + row.peak[a] for a in (arm, PEER))
+                ours, theirs = (row.held[a] + row.peak[a] for a in (arm, measure.PEER))
                 claim = (
                     f"{name}: {arm} needs no more memory than the peer: {ours / theirs:.2f} of it"
                 )
