@@ -21,12 +21,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.harness.report import Report, Settings, Table, paragraphs
+from benchmarks.harness.report import Claims, Report, Settings, Table, paragraphs
 from benchmarks.saved_bytes import count, excess
+from benchmarks.zoo import LEAST
 from benchmarks.zoo.catalogue import LIBRARIES, rows_of
 from benchmarks.zoo.making import Entry, Inputs
 from benchmarks.zoo.measure import BOTH, LEVELS
-from benchmarks.zoo.report import LEAST
 from mpcompile.plans.partitioned import Saved
 
 DEVICES = ("cpu",)
@@ -48,7 +48,7 @@ def make_report(rows: Sequence[Mapping[str, Any]]) -> Report:
         title="A zoo of architectures: bytes kept for the backward",
         notes=paragraphs(__doc__),
         tables=[*(_table(library, rows) for library in LEAST), *_beyond(rows)],
-        verdicts=_verdicts(rows),
+        verdicts=dict(_verdicts(rows)),
         data={"rows": list(rows)},
     )
 
@@ -87,8 +87,7 @@ def _beyond(rows: Sequence[Mapping[str, Any]]) -> list[Table]:
     return [Table("Kept beyond the peer, without casts, or not counted", columns, found)]
 
 
-def _verdicts(rows: Sequence[Mapping[str, Any]]) -> dict[str, bool]:
-    verdicts = {}
+def _verdicts(rows: Sequence[Mapping[str, Any]]) -> Claims:
     for casts in (True, False):
         what = "" if casts else ", without casts"
         for level in LEVELS:
@@ -96,12 +95,11 @@ def _verdicts(rows: Sequence[Mapping[str, Any]]) -> dict[str, bool]:
                      if (ratio := share(row, level, casts=casts)) is not None]  # fmt: skip
             fine = sum(ratio <= _SAME for ratio in known)
             claim = f"{level} keeps no more than {BOTH}{what}: {fine} of {len(known)}"
-            verdicts[claim] = fine == len(known)
+            yield claim, fine == len(known)
         if known:
             middle = median(known)
             claim = f"O2 keeps at most {O2_MEDIAN:.2f}x in the median{what}: {middle:.2f}x"
-            verdicts[claim] = middle <= O2_MEDIAN
-    return verdicts
+            yield claim, middle <= O2_MEDIAN
 
 
 # -- saved -----------------------------------------------------------------------------------------
