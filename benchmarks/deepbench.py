@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from benchmarks.harness import timing
-from benchmarks.harness.report import Report, Settings, Table, paragraphs, plain, where
+from benchmarks.harness.report import Claims, Report, Settings, Table, paragraphs, plain, where
 from mpcompile.profile import Profile, load
 from mpcompile.profile.calls import Point, build
 from mpcompile.profile.cost_model import KINDS
@@ -200,7 +200,7 @@ def make_report(device: torch.device, work: Work, found: Mapping[str, Found]) ->
         title=f"DeepBench's shapes, {low} against FP32, on {where(device)}",
         notes=[*paragraphs(__doc__), how],
         tables=[_ratios(found), _times(found)],
-        verdicts=_verdicts(found),
+        verdicts=dict(_verdicts(found)),
         data={"rounds": work.rounds, "shapes": plain(found)},
     )
 
@@ -257,13 +257,11 @@ def _time(one: Found, arm: str) -> str:
     return timing.summarize(one.seconds[arm]).text(digits=2)
 
 
-def _verdicts(found: Mapping[str, Found]) -> dict[str, bool]:
+def _verdicts(found: Mapping[str, Found]) -> Claims:
     """Where it matters, the profile chooses the dtype that is faster."""
-    verdicts = {}
     for name, one in found.items():
         told, gain = _told(one, FULL, LOW), _gain(one, FULL, LOW)
         if told is not None and not 1 / CLEAR < gain < CLEAR:
             numbers = f"{gain:.2f}x, it says {told:.2f}x"
             claim = f"{name}: the profile names the faster dtype: {numbers}"
-            verdicts[claim] = (told > 1) == (gain > 1)
-    return verdicts
+            yield claim, (told > 1) == (gain > 1)

@@ -37,7 +37,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.harness.report import Report, Settings, Table, paragraphs, plain
+from benchmarks.harness.report import Claims, Report, Settings, Table, paragraphs, plain
 from benchmarks.harness.ways import AutocastTrainer, Trainer, Way
 from benchmarks.models import GPT2, STILL, Sample, tokens
 
@@ -52,7 +52,7 @@ def run(settings: Settings) -> Report:
         title="What a training step sends",
         notes=[*paragraphs(__doc__), *_notes(work)],
         tables=[_table(engine, clips, found) for engine in (DDP, FSDP) for clips in (False, True)],
-        verdicts=verdicts(found),
+        verdicts=dict(verdicts(found)),
         data={"counted": plain(found)},
     )
 
@@ -363,9 +363,8 @@ def _parts(counted: Counted) -> str:
     return ", ".join(parts)
 
 
-def verdicts(found: Mapping[str, Counted]) -> dict[str, bool]:
+def verdicts(found: Mapping[str, Counted]) -> Claims:
     """Never more collectives or bytes than the peer."""
-    result = {}
     for arm in ARMS:
         if arm.way not in OURS:
             continue
@@ -373,5 +372,4 @@ def verdicts(found: Mapping[str, Counted]) -> dict[str, bool]:
         share = round(counted.sent / peer.sent, 3)
         fits = len(counted.step) <= len(peer.step) and share <= 1.0
         claim = f"{arm.name}: at most {len(peer.step)} collectives and 1x the bytes"
-        result[f"{claim}: {len(counted.step)}, {share:.3f}x"] = fits
-    return result
+        yield f"{claim}: {len(counted.step)}, {share:.3f}x", fits

@@ -16,10 +16,10 @@ import numpy as np
 from benchmarks import ablations
 from benchmarks.harness.processes import ROOT
 from benchmarks.harness.report import RESULTS
+from benchmarks.harness.ways import AUTOCAST, BUDGETED, COMPILED, EAGER, PIECES, RECOMPUTES, WHOLE
 from benchmarks.papers.report import Histogram, chart
 from benchmarks.papers.task import FP32, UNSCALED
 from benchmarks.papers.tasks import ROWS
-from benchmarks.peers.measure import AUTOCAST, BUDGETED, COMPILED, EAGER, PIECES, RECOMPUTES, WHOLE
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -24,7 +24,7 @@ import torch
 
 from benchmarks.harness import timing
 from benchmarks.harness.processes import starts_in_turns
-from benchmarks.harness.report import Report, Settings, Table, plain, where
+from benchmarks.harness.report import Claims, Report, Settings, Table, plain, where
 from benchmarks.harness.ways import Way
 from benchmarks.models import tokens
 from benchmarks.step_times import AUTOCAST, FP32, O1, O2, OURS, Begun, Timed, ways
@@ -237,7 +237,7 @@ def make_report(work: Work, device: torch.device, found: Measured) -> Report:
             _ratio_table(ratios),
             *([_start_table(found.starts)] if found.starts else []),
         ],
-        verdicts=verdicts(ratios["forward + backward"], found.starts, found.lowered),
+        verdicts=dict(verdicts(ratios["forward + backward"], found.starts, found.lowered)),
         data={
             "work": plain(work),
             "first_loss": found.losses,
@@ -322,18 +322,16 @@ def _warm_ratio(starts: dict[str, dict[str, Any]], ours: str) -> float:
 
 def verdicts(
     ratios: dict[str, timing.Ratio], starts: dict[str, dict[str, Any]], lowered: dict[str, bool]
-) -> dict[str, bool]:
+) -> Claims:
     """Ours over the peers, as far as these were timed; and the starts."""
-    found = {}
     for ours in OURS:
         full = OVER_FP32 if lowered[ours] else KEEPS
         for base, target in ((AUTOCAST, OVER_AUTOCAST), (FP32, full)):
             if value := ratios.get(f"{ours} over {base}"):
                 claim = f"{ours} at least {target}x the speed of {base}: {value.paired:.2f}x"
-                found[claim] = value.paired >= target
+                yield claim, value.paired >= target
     for ours in OURS if starts else ():
         share, warm = _share(starts[ours]), _warm_ratio(starts, ours)
         claim = f"{ours}: passes at most {SHARE:.0%} of the cold start: {share:.1%}"
-        found[claim] = share <= SHARE
-        found[f"{ours}: warm start within {WARM}x of {FP32}: {warm:.2f}x"] = warm <= WARM
-    return found
+        yield claim, share <= SHARE
+        yield f"{ours}: warm start within {WARM}x of {FP32}: {warm:.2f}x", warm <= WARM

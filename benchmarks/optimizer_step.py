@@ -28,7 +28,7 @@ from torch import Tensor, fx, nn
 
 from benchmarks.harness import timing
 from benchmarks.harness.processes import starts
-from benchmarks.harness.report import Report, Settings, Table, paragraphs, plain
+from benchmarks.harness.report import Claims, Report, Settings, Table, paragraphs, plain
 from mpcompile import LossScale, MPOptimizer, ir
 from mpcompile.scaling import copies
 
@@ -56,7 +56,7 @@ def run(settings: Settings) -> Report:
             _bytes_table(found),
             *([_start_table(found.starts)] if found.starts else []),
         ],
-        verdicts=_verdicts(ratios, found, device),
+        verdicts=dict(_verdicts(ratios, found, device)),
         data={
             "work": plain(work),
             "parameters": work.parameters,
@@ -383,18 +383,16 @@ def _start_table(starts: dict[str, float]) -> Table:
     return Table("Compile time", ("arm", "cold, s"), rows)
 
 
-def _verdicts(ratios: Ratios, found: Measured, device: torch.device) -> dict[str, bool]:
-    verdicts = {}
+def _verdicts(ratios: Ratios, found: Measured, device: torch.device) -> Claims:
     target = OVER_SCALED[device.type]
     for ours in OURS:
         fair = [p.name for p in _rivals(ours) if p.scaled and p.cast == ours.low]
         fastest = min(fair, key=lambda name: timing.summarize(found.seconds[name]).median)
         times = ratios[ours.name][fastest].paired
         claim = f"{ours.name} at least {target}x faster than {fastest}: {times:.2f}x"
-        verdicts[claim] = times >= target
+        yield claim, times >= target
     for ours in OURS:
         if ours.low:
             moved = found.moved[ours.name]
             claim = f"{ours.name} moves {moved:.1f} bytes per parameter, ideal {IDEAL}"
-            verdicts[claim] = round(moved, 1) <= IDEAL
-    return verdicts
+            yield claim, round(moved, 1) <= IDEAL

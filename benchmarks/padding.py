@@ -18,7 +18,7 @@ from torch._inductor import config as inductor
 from torch._inductor.utils import fresh_cache
 
 from benchmarks.harness import timing
-from benchmarks.harness.report import Report, Settings, Table, plain, where
+from benchmarks.harness.report import Claims, Report, Settings, Table, plain, where
 from benchmarks.harness.ways import Way
 from benchmarks.models import Detector, Recommender, Sample, tokens
 from benchmarks.step_times import Begun, Timed, Work
@@ -36,7 +36,7 @@ def run(settings: Settings) -> Report:
         title=f"Padding for Tensor Cores on {where(device)}",
         notes=_notes(work, device),
         tables=[_times(found), _ratios(found), _shares(found)],
-        verdicts=_verdicts(found, device),
+        verdicts=dict(_verdicts(found, device)),
         data={"rounds": work.rounds, "models": plain(found)},
     )
 
@@ -240,18 +240,16 @@ def _shares(found: Mapping[str, Found]) -> Table:
     return Table("FLOPs in aligned products, and what the passes take", columns, rows)
 
 
-def _verdicts(found: Mapping[str, Found], device: torch.device) -> dict[str, bool]:
-    verdicts = {}
+def _verdicts(found: Mapping[str, Found], device: torch.device) -> Claims:
     for name, one in found.items():
         if device.type == "cuda":
             fast = over_peer(one, AUTO).paired
             claim = f"{name}: auto at least {OVER_PEERS}x the better peer: {fast:.2f}x"
-            verdicts[claim] = fast >= OVER_PEERS
+            yield claim, fast >= OVER_PEERS
             continue
         slower = 1 / over_never(one, AUTO).paired - 1
         claim = f"{name}: auto at most {OVERHEAD:.0%} slower than never: {slower:+.1%}"
-        verdicts[claim] = slower <= OVERHEAD
+        yield claim, slower <= OVERHEAD
         longer = compile_overhead(one)
         claim = f"{name}: auto's passes at most {OVERHEAD:.0%} of the first step: {longer:.2%}"
-        verdicts[claim] = longer <= OVERHEAD
-    return verdicts
+        yield claim, longer <= OVERHEAD

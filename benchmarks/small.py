@@ -14,7 +14,7 @@ from collections.abc import Mapping
 import torch
 
 from benchmarks.harness import timing
-from benchmarks.harness.report import Report, Settings, Table, plain, where
+from benchmarks.harness.report import Claims, Report, Settings, Table, plain, where
 from benchmarks.models import GPT2, MLP, STILL, Sample, Tagger, tokens
 from benchmarks.step_times import AUTOCAST, OURS, PEERS, REFUSED, Begun, Timed, Work, ways
 
@@ -76,7 +76,7 @@ def _compared(work: Work, device: torch.device) -> Report:
         title=f"Networks of small matrix products on {where(device)}",
         notes=[_NOTE, how, *found.left_out],
         tables=[_times(found), _ratios(ratios)],
-        verdicts=_verdicts(ratios),
+        verdicts=dict(_verdicts(ratios)),
         data={
             "rounds": work.rounds,
             "steps": {model.name: model.steps for model in work.models},
@@ -154,13 +154,11 @@ def over_better(samples: Mapping[str, list[float]]) -> tuple[str, dict[str, timi
     return base, {arm: timing.ratio(samples[base], samples[arm]) for arm in OURS}
 
 
-def _verdicts(ratios: Mapping[str, tuple[str, Mapping[str, timing.Ratio]]]) -> dict[str, bool]:
-    verdicts = {}
+def _verdicts(ratios: Mapping[str, tuple[str, Mapping[str, timing.Ratio]]]) -> Claims:
     for model, (base, group) in ratios.items():
         for arm, found in group.items():
             claim = f"{model}: {arm} at least {OVER_BETTER}x the better peer, {base}"
-            verdicts[f"{claim}: {found.paired:.2f}x"] = found.paired >= OVER_BETTER
-    return verdicts
+            yield f"{claim}: {found.paired:.2f}x", found.paired >= OVER_BETTER
 
 
 def _times(found: Measured) -> Table:

@@ -19,25 +19,3 @@ from benchmarks.models.images import (
 )
 from benchmarks.models.sample import Sample, pixels, tokens
 from benchmarks.models.sequences import GPT2, MLP, STILL, Attention, BERTEncoder, Tagger, ViT
-
-__all__ = [
-    "GPT2",
-    "MLP",
-    "STILL",
-    "Attention",
-    "BERTEncoder",
-    "Detector",
-    "Discriminator",
-    "Generator",
-    "Recommender",
-    "ResNet",
-    "Sample",
-    "Tagger",
-    "UNet",
-    "ViT",
-    "drawn_as_dcgan",
-    "pixels",
-    "resnet18",
-    "resnet50",
-    "tokens",
-]

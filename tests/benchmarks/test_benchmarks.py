@@ -10,9 +10,8 @@ import pytest
 import torch
 from repository import ROOT
 
-from benchmarks import gpt, optimizer_step, padding, small, step_times
+from benchmarks import first_steps, gpt, optimizer_step, padding, small, step_times
 from benchmarks.__main__ import main, registry
-from benchmarks.first_steps import measure as first_steps
 from benchmarks.first_steps.trainings import TINY as TINY_TRAININGS
 from benchmarks.gpt import verdicts
 from benchmarks.harness import processes
@@ -94,9 +93,9 @@ def test_what_is_left_out_has_no_verdict() -> None:
     """And where nothing runs low, FP32's speed is what is to be kept."""
     same = ratio([1.0], [1.0])
     over_fp32 = {f"{ours} over {gpt.FP32}": same for ours in gpt.OURS}
-    kept = verdicts(over_fp32, {}, dict.fromkeys(gpt.OURS, False))
+    kept = dict(verdicts(over_fp32, {}, dict.fromkeys(gpt.OURS, False)))
     assert list(kept.values()) == [True, True]
-    missed = verdicts(over_fp32, {}, dict.fromkeys(gpt.OURS, True))
+    missed = dict(verdicts(over_fp32, {}, dict.fromkeys(gpt.OURS, True)))
     assert list(missed.values()) == [False, False]
 
 

@@ -13,8 +13,8 @@ from documents import README
 
 from benchmarks.figures import DRAWN, FIGURES, TELLING
 from benchmarks.harness.report import RESULTS
+from benchmarks.harness.ways import AUTOCAST, PIECES, WHOLE
 from benchmarks.peers import geometric_mean
-from benchmarks.peers.measure import AUTOCAST, PIECES, WHOLE
 
 pytest.importorskip("matplotlib")
 
