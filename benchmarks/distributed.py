@@ -39,7 +39,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.harness.report import Claims, Report, Settings, Table, paragraphs, plain
 from benchmarks.harness.ways import AutocastTrainer, Trainer, Way
-from benchmarks.models import GPT2, STILL, Sample, tokens
+from benchmarks.models import GPT2, Sample, tokens
 
 DEVICES = ("cpu",)  # two processes with one GPU each: more than a machine of ours has
 
@@ -160,13 +160,12 @@ ARMS = tuple(
     for way in (AUTOCAST, EAGER, LOW_PEER[engine], *OURS)
 )
 
-_gpt2 = functools.partial(GPT2, **STILL)
 WORK = Work(
-    functools.partial(_gpt2, vocab=1024, context=16, width=128, layers=4, heads=4),
+    functools.partial(GPT2, vocab=1024, context=16, width=128, layers=4, heads=4),
     tokens(1, 16, 1024, 1024),
 )
 TINY = Work(
-    functools.partial(_gpt2, vocab=64, context=8, width=32, layers=1, heads=2), tokens(2, 8, 64, 64)
+    functools.partial(GPT2, vocab=64, context=8, width=32, layers=1, heads=2), tokens(2, 8, 64, 64)
 )
 
 

@@ -28,7 +28,7 @@ from torch import nn
 
 from benchmarks.harness import timing
 from benchmarks.harness.report import Report, Settings, Table, paragraphs, plain, where
-from benchmarks.models import GPT2, STILL, Sample, Tagger, tokens
+from benchmarks.models import GPT2, Sample, Tagger, tokens
 from mpcompile import MPOptimizer, mpcompile
 from mpcompile.optim.decide import Decision
 from mpcompile.optim.rests_on import OfStep
@@ -105,7 +105,7 @@ class Work:
     emit: str = "inductor"
 
 
-_GPT = functools.partial(GPT2, vocab=128, context=16, width=32, layers=2, heads=2, **STILL)
+_GPT = functools.partial(GPT2, vocab=128, context=16, width=32, layers=2, heads=2)
 WORK = Work(
     {
         "one linear, 32": linears(32, 32),

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from benchmarks.harness.report import Report, Settings, paragraphs, where
 from benchmarks.harness.ways import AUTOCAST, COMPILED, OURS, Trainer
-from benchmarks.models import GPT2, STILL, BERTEncoder, Sample, ViT, pixels, resnet50, tokens
+from benchmarks.models import GPT2, BERTEncoder, Sample, ViT, pixels, resnet50, tokens
 from benchmarks.papers.task import Metrics, OneModel, Task
 from benchmarks.peers import Work, make_report, measure_all, measure_some
 from benchmarks.zoo.timm_models import timm
@@ -204,9 +204,9 @@ BY_DEVICE = {
     ),
     # Those whose steps `gpu_traffic` counts. A machine with a GPU may lack transformers and timm.
     "cuda": (
-        _by_itself("GPT-2 124M, B16 T1024", functools.partial(GPT2, **STILL),
+        _by_itself("GPT-2 124M, B16 T1024", GPT2,
                    tokens(16, 1024, 50257, 50257)),
-        _by_itself("BERT-large, B32 T512", functools.partial(BERTEncoder, **STILL),
+        _by_itself("BERT-large, B32 T512", BERTEncoder,
                    tokens(32, 512, 30522, 2)),
         _by_itself("ResNet-50, B256, 224 px", resnet50, pixels(256)),
         _by_itself("ViT-B/16, B128, 224 px", ViT, pixels(128)),

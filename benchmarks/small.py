@@ -15,13 +15,13 @@ import torch
 
 from benchmarks.harness import timing
 from benchmarks.harness.report import Claims, Report, Settings, Table, plain, where
-from benchmarks.models import GPT2, MLP, STILL, Sample, Tagger, tokens
+from benchmarks.models import GPT2, MLP, Sample, Tagger, tokens
 from benchmarks.step_times import AUTOCAST, OURS, PEERS, REFUSED, Begun, Timed, Work, ways
 
 
 def _transformer(width: int, length: int, layers: int = 2) -> functools.partial[GPT2]:
     return functools.partial(
-        GPT2, vocab=128, context=length, width=width, layers=layers, heads=2, **STILL
+        GPT2, vocab=128, context=length, width=width, layers=layers, heads=2
     )  # fmt: skip
 
 

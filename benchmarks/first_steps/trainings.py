@@ -231,11 +231,9 @@ def _mse(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 
 
 _CONFIG = GPTConfig(vocab=256, context=32, width=64, layers=2, heads=2)
-_small_gpt2 = functools.partial(
-    models.GPT2, vocab=256, context=32, width=64, layers=2, heads=2, **models.STILL
-)
+_small_gpt2 = functools.partial(models.GPT2, vocab=256, context=32, width=64, layers=2, heads=2)
 _small_bert = functools.partial(
-    models.BERTEncoder, vocab=256, context=32, width=64, layers=2, heads=2, **models.STILL
+    models.BERTEncoder, vocab=256, context=32, width=64, layers=2, heads=2
 )  # fmt: skip
 _tokens = models.Sample((4, 32), (4, 32), 256, 256)
 

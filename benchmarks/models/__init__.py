@@ -18,4 +18,4 @@ from benchmarks.models.images import (
     resnet50,
 )
 from benchmarks.models.sample import Sample, pixels, tokens
-from benchmarks.models.sequences import GPT2, MLP, STILL, Attention, BERTEncoder, Tagger, ViT
+from benchmarks.models.sequences import GPT2, MLP, Attention, BERTEncoder, Tagger, ViT

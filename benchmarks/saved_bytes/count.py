@@ -224,9 +224,9 @@ class Case:
 # Without dropout, whose masks would be a byte for each element. (And a CPU has no fused kernel for
 # attention with dropout.)
 CASES = (
-    Case("GPT-2 124M, B16 T1024", functools.partial(models.GPT2, **models.STILL),
+    Case("GPT-2 124M, B16 T1024", models.GPT2,
          models.tokens(16, 1024, 50257, 50257), head=True),
-    Case("BERT-large, B32 T512", functools.partial(models.BERTEncoder, **models.STILL),
+    Case("BERT-large, B32 T512", models.BERTEncoder,
          models.tokens(32, 512, 30522, 2)),
     Case("ViT-B/16, B128", models.ViT, models.pixels(128)),
     Case("ResNet-50, B256", models.resnet50, models.pixels(256)),
@@ -255,7 +255,7 @@ class Work:
 TINY = Work(
     cases=(
         Case("GPT-2, tiny", functools.partial(models.GPT2, vocab=61, context=16, width=32, layers=1,
-             heads=2, **models.STILL), models.tokens(2, 16, 61, 61), head=True),
+             heads=2), models.tokens(2, 16, 61, 61), head=True),
     ),
     run=GPTConfig(vocab=61, context=16, width=32, layers=1, heads=2),
     batch=2,
