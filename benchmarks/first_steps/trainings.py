@@ -19,17 +19,12 @@ from mpcompile.demo import GPT, GPTConfig, corpus, text_batches
 # Models and losses that only this benchmark trains. B examples each.
 
 
-class Autoencoder(nn.Module):
+def autoencoder() -> nn.Module:
     """(B, 64) -> (B, 64) through 8 numbers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 8))
-        self.decoder = nn.Sequential(nn.Linear(8, 128), nn.ReLU(), nn.Linear(128, 64))
-
-    def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.decoder(self.encoder(x))
-        return result
+    return nn.Sequential(
+        nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 8),
+        nn.Linear(8, 128), nn.ReLU(), nn.Linear(128, 64),
+    )  # fmt: skip
 
 
 class VAE(nn.Module):
@@ -279,7 +274,7 @@ WORK = Work(
             _with(AdamW, lr=1e-3), ctc_loss),
         _of("Two towers, contrastive", Towers, lambda: (torch.randn(64, 64), torch.randn(64, 64)),
             _with(Adam, lr=1e-3)),
-        _of("Autoencoder, summed squares", Autoencoder, _rows(64, 64), _with(Adam, lr=1e-3),
+        _of("Autoencoder, summed squares", autoencoder, _rows(64, 64), _with(Adam, lr=1e-3),
             lambda model, x: F.mse_loss(model(x), x, reduction="sum")),
         _of("VAE, summed over the batch", VAE, lambda: (torch.rand(64, 64), torch.randn(64, 8)),
             _with(Adam, lr=1e-3), vae_loss),
@@ -294,18 +289,16 @@ WORK = Work(
     deep=DEEP,
 )  # fmt: skip
 
+_TINY_MLP = _sampled("MLP", functools.partial(models.MLP, inputs=8, width=8, layers=1),
+                     models.Sample((4, 8), (4,), 10), _with(SGD, lr=0.1))  # fmt: skip
 TINY = Work(
     trainings=(
-        _sampled("MLP", functools.partial(models.MLP, inputs=8, width=8, layers=1),
-                 models.Sample((4, 8), (4,), 10), _with(SGD, lr=0.1)),
-        _of("Autoencoder, summed squares", Autoencoder, lambda: (3 * torch.randn(64, 64),),
+        _TINY_MLP,
+        _of("Autoencoder, summed squares", autoencoder, lambda: (3 * torch.randn(64, 64),),
             _with(Adam, lr=1e-3), lambda model, x: F.mse_loss(model(x), x, reduction="sum")),
         Training("DCGAN", _gan),
     ),
-    compiled=(
-        _sampled("MLP", functools.partial(models.MLP, inputs=8, width=8, layers=1),
-                 models.Sample((4, 8), (4,), 10), _with(SGD, lr=0.1)),
-    ),
+    compiled=(_TINY_MLP,),
     deep=SHALLOW,
     steps=2,
     emit="eager",
