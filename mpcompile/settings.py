@@ -235,7 +235,8 @@ class Settings:
     )
     recompute: bool = _switch(
         "let the backward compute again, rather than store, what one kernel can make of values "
-        "stored anyway: the results of norms and activations. Less memory, little time.",
+        "stored anyway: the results of norms and activations. Less memory, little time. On a CPU "
+        "it is always so.",
         plans=True,
     )
     regional: bool = _switch(

@@ -20,6 +20,7 @@ from mpcompile.compiler import backend
 from mpcompile.compiler.plan_graph import Facts, Planned, plan_graph
 from mpcompile.demo.gpt import GPT, GPTConfig
 from mpcompile.demo.train import bytes_saved_for_backward
+from mpcompile.devices.cpu import CPU
 from mpcompile.plans.partitioned import Saved, counter
 from mpcompile.scaling import copies
 from mpcompile.settings import Settings
@@ -82,7 +83,8 @@ def count_and_hold(case: Case, way: Way, device: torch.device) -> tuple[list[Sav
     return found, sum(size for address, size in held.items() if address not in exist_anyway)
 
 
-def planned_for_gpu() -> contextlib.AbstractContextManager[Any]:
+@contextlib.contextmanager
+def planned_for_gpu() -> Iterator[None]:
     """Our passes take the tensors, wherever they are, for a GPU's."""
 
     def planned(gm: fx.GraphModule, inputs: Any, facts: Facts, settings: Settings) -> Planned:
@@ -91,7 +93,11 @@ def planned_for_gpu() -> contextlib.AbstractContextManager[Any]:
         )
         return plan_graph(gm, inputs, dataclasses.replace(facts, target=gpu), settings)
 
-    return mock.patch.object(backend, "plan_graph", planned)
+    with (
+        mock.patch.object(backend, "plan_graph", planned),
+        mock.patch.object(CPU, "recomputes", False),
+    ):
+        yield
 
 
 def _loss(model: nn.Module, way: Way, batch: Sequence[Tensor]) -> Tensor:

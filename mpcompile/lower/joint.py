@@ -18,11 +18,10 @@ from uuid import uuid4
 
 import torch
 from torch import fx
-from torch.utils.checkpoint import CheckpointPolicy
 
 from ..devices.registry import capabilities
 from ..devices.torch_faults import ZEROS_ARE_REUSED
-from ..passes.joint.kept_for_backward import WEIGHT, is_cast, store_masks_as_bytes
+from ..passes.joint.kept_for_backward import WEIGHT, store_masks_as_bytes
 from ..passes.joint.lay_images import lay_channels_last, lay_low_images
 from ..passes.joint.lowered_faults import fill_zeros, read_low_results
 from ..passes.joint.together import cast_together, unscale_together
@@ -67,7 +66,7 @@ class JointPasses:
             for it, unless the program has a checkpoint: 2 bytes an element until then. Else it
             casts the weights again, which is 6 bytes of traffic an element, and a launch.
         recomputes: whether the backward makes operands of matrix products again, where one fused
-            kernel can make them of stored values.
+            kernel can make them of stored values; casts of weights are among these.
     """
 
     joint: tuple[JointPass, ...] = ()
@@ -100,6 +99,7 @@ def joint_passes(
     From O2 on weight gradients are not widened: there they are stored in the low dtype.
     """
     there = capabilities(device)
+    recomputes = recompute or there.recomputes
     widens = level is Level.O1 and there.products_leave_in_fp32()
     zeros = (fill_zeros,) if whole and ZEROS_ARE_REUSED.is_here() else ()
     images: tuple[JointPass, ...] = ()
@@ -114,8 +114,8 @@ def joint_passes(
         joint=(widen_weight_gradients,) if widens else (),
         halves=(store_masks_as_bytes,) if there.slow_bools else (),
         lowered=(*zeros, *images, *few, read_low_results),
-        keeps_casts=not (sharded or recompute),
-        recomputes=recompute or there.recomputes,
+        keeps_casts=not (sharded or recomputes),
+        recomputes=recomputes,
     )
 
 
@@ -193,15 +193,10 @@ class AndThen(CustomPartitionerFn):
         """Part the joint graph as without mpcompile; run each pass."""
         partition = self.theirs or min_cut_rematerialization_partition
         has_checkpoint = any(CHECKPOINTED in node.meta for node in gm.graph.nodes)
-        weights = kwargs.get("static_lifetime_input_indices") or ()
-        keeps_casts = self.keeps_casts and not has_checkpoint
-        if keeps_casts:
-            inputs = gm.graph.find_nodes(op="placeholder")
-            _keep([inputs[number] for number in weights])
         forward, backward = partition(gm, joint_inputs, **kwargs)
-        if not keeps_casts:
+        if has_checkpoint or not self.keeps_casts:
             inputs = forward.graph.find_nodes(op="placeholder")
-            for number in weights:
+            for number in kwargs.get("static_lifetime_input_indices") or ():
                 inputs[number].meta[WEIGHT] = True
         for pass_ in self.passes:
             if pass_(forward.graph, backward.graph, kwargs["num_fwd_outputs"]):
@@ -215,17 +210,6 @@ class AndThen(CustomPartitionerFn):
         """
         theirs = (self.theirs.uuid() or uuid4()) if self.theirs else "Inductor's"
         return (theirs, self.keeps_casts, *map(_source_of, self.passes))
-
-
-def _keep(weights: Sequence[fx.Node]) -> None:
-    """Have the partitioner make no cast of these again."""
-    found = list(weights)
-    for value in found:
-        for user in value.users:
-            if is_cast(user):
-                user.meta[CHECKPOINTED] = CheckpointPolicy.MUST_SAVE
-            elif getattr(user.target, "is_view", False):
-                found.append(user)
 
 
 def _source_of(pass_: Callable[..., bool]) -> bytes:

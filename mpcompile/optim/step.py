@@ -113,7 +113,8 @@ class _Bound:
                 self._gradients.append((i, slot.index, flat))
                 self._arguments.append(None)
                 continue
-            tensor = (numbers if slot in numbers else held)[slot].detach()
+            # Of a weight this is no access of the user's, which `p.detach()` would note.
+            tensor = torch.Tensor.detach((numbers if slot in numbers else held)[slot])
             self._arguments.append(_flattened(tensor) if flat else tensor)
 
     def __call__(
@@ -197,7 +198,7 @@ def _numbers(
     vectors = [i for i, slot in enumerate(places) if i in differ or slot in memory]
     if all(slot in held for i in differ for slot in columns[i]) and serves_vectors(gm, vectors):
         arguments = [
-            [held[slot].detach() for slot in column] if i in differ
+            [torch.Tensor.detach(held[slot]) for slot in column] if i in differ
             else memory[column[0]] if column[0] in memory else held[column[0]]
             for i, column in enumerate(columns)
         ]  # fmt: skip

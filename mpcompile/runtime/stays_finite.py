@@ -215,7 +215,8 @@ class StepFiniteCheck(FiniteCheck):
         if weights:
             self._turn += self._bad is None
             weight = weights[self._turn % len(weights)]
-            values.append((_sum([weight.detach()]).isnan(), f"{_names([weight])} is NaN"))
+            value = torch.Tensor.detach(weight)  # no access that a copy of it need know of
+            values.append((_sum([value]).isnan(), f"{_names([weight])} is NaN"))
         gradients = "gradients are not finite, and MPOptimizer skips each step"
         values += [(flag, gradients) for flag in skipped]
         alike = [(x, text) for x, text in values if x.device == values[0][0].device]

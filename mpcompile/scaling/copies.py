@@ -10,12 +10,13 @@ however many graphs read it.
 Freshness. Before each forward every copy is compared with its master: same memory, same version
 counter. Torch increments the counter at every write in place: load_state_dict, an initialiser,
 another optimizer, an EMA that copies under no_grad. A write through `p.data` doesn't increment it,
-nor does one by another tensor over the same memory (parameters that are parts of one flat buffer),
-or by another process. So a master's class is `MasterWeight`, an nn.Parameter that notes each access
-to its `.data`. Its copy is then cast again before the next forward, and before each one while the
-tensor from `.data` exists. Before each forward is cast again, too, the copy of a parameter that
-doesn't hold its memory alone, and of one that has a class of someone's own, which it keeps.
-(Writes through a view of the tensor from `.data` that outlives it, or through NumPy, go unnoticed.)
+nor does one through the `.data` of what `state_dict()` gives, by another tensor over the same
+memory (parameters that are parts of one flat buffer), or by another process. So a master's class is
+`MasterWeight`, an nn.Parameter that notes each access to its `.data` and each `detach()`. Its copy
+is then cast again before the next forward, and before each one while the tensor from there exists.
+Before each forward is cast again, too, the copy of a parameter that doesn't hold its memory alone,
+and of one that has a class of someone's own, which it keeps. (Writes through a view of the tensor
+from `.data` that outlives it go unnoticed.)
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from .low_gradients import expect, hide_low_gradients, stores, unscaled
 
 
 class MasterWeight(nn.Parameter):
-    """An nn.Parameter that notes when `.data` gave access to its memory.
+    """An nn.Parameter that notes when `.data` or `detach()` gave access to its memory.
 
     An existing parameter becomes one by taking this class: it stays the same object, in the module
     and in the optimizer. A pickle or a deepcopy of it is a plain nn.Parameter again.
@@ -56,6 +57,13 @@ class MasterWeight(nn.Parameter):
     def data(self, value: torch.Tensor) -> None:
         self._mp_accesses = _accesses(self) + 1
         _DATA.__set__(self, value)
+
+    def detach(self) -> torch.Tensor:
+        """As `state_dict()` does: the `.data` of what it gives counts its writes by itself."""
+        detached = super().detach()
+        if not torch.compiler.is_dynamo_compiling():
+            self.gave(detached)
+        return detached
 
     def gave(self, handle: torch.Tensor) -> None:
         """Note a tensor over the same memory, by which it may be written."""

@@ -40,13 +40,6 @@ class KeptWeight(MasterWeight):
 
     _mp_kept: Mapping[tuple[torch.dtype, tuple[int, ...]], WorkingCopy] = MappingProxyType({})
 
-    def detach(self) -> torch.Tensor:
-        """As `state_dict()` does: the `.data` of what it gives counts its writes by itself."""
-        detached = super().detach()
-        if not torch.compiler.is_dynamo_compiling():
-            self.gave(detached)
-        return detached
-
 
 _keeping: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # the modules that evaluate
 

@@ -288,7 +288,8 @@ def _is_finite(parameter: torch.Tensor) -> torch.Tensor:
     their uses.
     """
     held = parameter.untyped_storage().size() > 0
-    return any_nonfinite([parameter.detach()]).logical_not() if held else torch.tensor(True)
+    value = torch.Tensor.detach(parameter)
+    return any_nonfinite([value]).logical_not() if held else torch.tensor(True)
 
 
 def any_nonfinite(gradients: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -144,7 +144,8 @@ def test_a_checkpoint_keeps_no_casts_of_weights(
 
 
 @pytest.mark.slow("compiles by Inductor, or a deep model")
-def test_a_weight_is_cast_again_where_memory_is_asked_for() -> None:
+def test_a_weight_is_cast_again_where_memory_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CPU, "recomputes", False)
     kept, sparing = (trained(made(), recompute=asked)[-1] for asked in (False, True))
     assert kept - sparing >= 2 * WIDTH * WORDS  # the head's; nothing reads the first layer's
 
@@ -169,8 +170,9 @@ def test_autograd_notices_that_a_weight_was_written() -> None:
         loss.backward()
 
 
-def test_a_cast_that_is_kept_is_that_of_the_forward() -> None:
-    """As under autocast: a weight may be written between forward and backward."""
+def test_a_cast_that_is_kept_is_that_of_the_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As under autocast: a weight may be written between forward and backward. Not on a CPU."""
+    monkeypatch.setattr(CPU, "recomputes", False)
     model = mpcompile(made(), dtype=BF16, emit="inductor")
     model(*batch())[0].backward()
     wanted = [p.grad for p in model.parameters()]

@@ -16,6 +16,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from mpcompile import MPOptimizer, compiled_plans, mpcompile
 from mpcompile.scaling import kept_copies, parameters
+from mpcompile.torch_inside.tensors import MARK
 
 BF16 = torch.bfloat16
 Write = Callable[[nn.Module], object]
@@ -49,7 +50,7 @@ def kept_of(weight: torch.Tensor) -> list[Any]:
 
 def is_plain(weight: torch.Tensor) -> bool:
     return type(weight) is nn.Parameter and not any(
-        name.startswith("_mp_") for name in vars(weight)
+        name.startswith("_mp_") and name != MARK for name in vars(weight)
     )
 
 
