@@ -1,4 +1,4 @@
-"""The command line and the facts that `mpcompile info` prints."""
+"""The command line: its arguments, and what `info`, `profile` and `check` print."""
 
 import dataclasses
 import platform
@@ -10,13 +10,19 @@ from typing import Any
 
 import pytest
 import torch
-from factories import squeezed
+from factories import nets, squeezed
 
 import mpcompile
 from mpcompile import cli
+from mpcompile.cli import machine
 from mpcompile.devices.registry import capabilities
 from mpcompile.profile import Profile, Sample, store
 from mpcompile.profile.calls import Point
+from mpcompile.torch_inside.private_names import GONE, Part
+
+__all__ = ["nets"]
+
+SHARE = "--fail-under-tensor-core-share"
 
 # -- info ------------------------------------------------------------------------------------------
 
@@ -88,15 +94,77 @@ def test_a_device_that_cannot_be(
         (["profile", "--seconds", "0"], "0: a number of seconds above 0 is needed"),
         (["profile", "--seconds", "soon"], "soon: a number of seconds above 0 is needed"),
         (["profile", "--show", "--out", "x"], "not allowed with argument"),
+        (["explain"], "the following arguments are required: pkg.module:factory"),
+        (["explain", "a:b", SHARE, "95"], "95: a share from 0 to 1 is needed, such as 0.95"),
+        (["explain", "a:b", SHARE, "all"], "all: a share from 0 to 1 is needed, such as 0.95"),
+        (["explain", "a:b", "--level", "O0"], "invalid choice: 'O0'"),
+        (["explain", "a:b", "--html", "some_nets.py/p.html"], "some_nets.py/p.html: File exists"),
+        (["explain", "a:b", "--html", "."], ". is a directory: name a file"),
+        (["explain", "a:b", "--why", "x", "--diff", "y"], "not allowed with argument --why"),
+        (["diagnose"], "the following arguments are required: pkg.module:factory"),
+        (["diagnose", "a:b", "--steps", "few"], "argument --steps: invalid int value: 'few'"),
+        (["diagnose", "a:b", "--level", "O0"], "invalid choice: 'O0'"),
     ],
 )
+@pytest.mark.usefixtures("nets")
 def test_bad_arguments(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """They are said before the work begins."""
     with pytest.raises(SystemExit) as stop:
         cli.main(arguments)
     assert stop.value.code == 2
     assert message in squeezed(capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [
+        ("plan some_nets", "write the factory as pkg.module:factory"),
+        ("plan some_nets.good", "did you mean some_nets:good?"),
+        ("plan some_nets.py:good", "the module, not its file; did you mean some_nets:good?"),
+        ("plan ./some_nets.py:good", "the module, not its file; did you mean some_nets:good?"),
+        ("plan no_nets:good", "there is no module 'no_nets' in the current directory"),
+        ("plan broken_nets:good", "broken_nets can't be imported: ModuleNotFoundError: No module"),
+        ("explain some_nets:godo", "some_nets has no 'godo'; did you mean 'good'?"),
+        ("plan some_nets:number", "some_nets:number is a int, not a function"),
+        ("plan some_nets:net", "some_nets:net is a Net, not a function"),
+        ("plan some_nets:fails", "some_nets:fails() fails: OSError: no such weights ("),
+        ("plan some_nets:one", "returned a Net; factory() must return (model, args) or"),
+        ("plan some_nets:tensor", "returned a Tensor as args; factory() must return"),
+        ("plan some_nets:swapped", "returned a tuple as the model; factory() must return"),
+        ("explain some_nets:unnamed", "returned a int as loss_fn; factory() must return (model,"),
+        ("explain some_nets:five", "some_nets:five() returned 5 values; factory() must return"),
+        # before the factory runs
+        ("plan no_nets:good --device h10", "unknown GPU 'h10'; did you mean 'h100'?"),
+        ("explain some_nets:good --device cpu", "is for the device that the model is on"),
+        ("explain some_nets:good --why nothing", "'nothing'"),
+        ("explain some_nets:good --diff none.json", "none.json can't be read: No such file"),
+        ("explain some_nets:good --diff some_nets.py", "some_nets.py is not a plan: not JSON"),
+        ("diagnose some_nets:unnamed", "some_nets:unnamed() returned a int as loss_fn; factory()"),
+        ("diagnose some_nets:lossless", "a tensor of shape (8, 8): it must make one"),
+        ("diagnose some_nets:good --steps 0", "steps=0: give a whole number from 1"),
+        ("diagnose some_nets:good --loss-scale dynamo", "loss_scale='dynamo': use 'dynamic', "),
+        ("diagnose some_nets:good --loss-scale -1", "-1.0"),
+        ("diagnose some_nets:good --device gpu", "unknown device 'gpu': use auto, cpu, cuda or"),
+    ],
+)
+@pytest.mark.usefixtures("nets")
+def test_a_request_that_cannot_be_met(
+    request_: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(request_.split()) == 2
+    captured = capsys.readouterr()
+    assert message in squeezed(captured.err)
+    assert "Traceback" not in captured.err
+    assert captured.out == ""
+
+
+def test_the_help_says_what_a_factory_returns(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["plan", "--help"])
+    said = squeezed(capsys.readouterr().out)
+    assert "factory() must return (model, args) or (model, args, kwargs)" in said
 
 
 def test_the_version_needs_no_torch() -> None:
@@ -194,3 +262,62 @@ def test_profile_out_must_be_a_file(
         cli.main(["profile", "--device", "cpu", "--out", str(tmp_path)])
     assert "is a directory: name a file" in squeezed(capsys.readouterr().err)
     assert not measured
+
+
+# -- check -----------------------------------------------------------------------------------------
+
+
+CHECK = ["check", "--device", "cpu"]
+Out = pytest.CaptureFixture[str]
+
+
+def test_what_is_said(monkeypatch: pytest.MonkeyPatch, capsys: Out) -> None:
+    monkeypatch.setattr(machine, "_trained", lambda level, device: f"trained on {device}")
+    assert cli.main(CHECK) == 0
+    said = squeezed(capsys.readouterr().out)
+    for expected in (
+        f"Python {platform.python_version()}, torch {torch.__version__}, ",
+        f"cpu: {capabilities('cpu').name()}; units: {capabilities('cpu').units()}",
+        "private names of torch that are missing: none", "O1: trained on cpu", "O2: trained on cpu",
+    ):  # fmt: skip
+        assert expected in said
+
+
+def test_dtypes_with_units(monkeypatch: pytest.MonkeyPatch) -> None:
+    kind = type(capabilities("cpu"))
+    monkeypatch.setattr(kind, "units", lambda self: "some")
+    monkeypatch.setattr(kind, "has_units", lambda self, dtype: dtype is torch.bfloat16)
+    assert [line for line in machine._units() if line.endswith("units: some, for bfloat16")]
+
+
+def test_a_missing_name(monkeypatch: pytest.MonkeyPatch, capsys: Out) -> None:
+    why = "cannot import name '_name' from 'torch._never_was'"
+    monkeypatch.setattr(machine, "GONE", [(Part.INDUCTOR, why)])
+    GONE.append((Part.INDUCTOR, why))
+    try:
+        assert cli.main(CHECK) == 1
+    finally:
+        GONE.remove((Part.INDUCTOR, why))
+    said = squeezed(capsys.readouterr().out)
+    assert f"{why}: {Part.INDUCTOR.value}" in said
+    assert "O1: FAILED: MPCompileError: emit=" in said
+
+
+def test_what_is_not_verified(monkeypatch: pytest.MonkeyPatch, capsys: Out) -> None:
+    real = machine.mpcompile
+    monkeypatch.setattr(machine, "mpcompile", lambda what, **more: real(what, emit="eager", **more))
+    assert cli.main(CHECK) == 1
+    said = squeezed(capsys.readouterr().out)
+    assert "O2: FAILED: MPCompileError: not all that was compiled is verified: nothing" in said
+
+
+@pytest.mark.slow("compiles by Inductor")
+def test_it_trains(monkeypatch: pytest.MonkeyPatch, capsys: Out) -> None:
+    assert cli.main(CHECK) == 0
+    said = capsys.readouterr().out.splitlines()
+    for line in said[-2:]:
+        assert "forward: verified " in line
+        assert "backward: verified " in line
+    monkeypatch.setattr(machine, "_STEPS", 1)
+    assert cli.main(CHECK) == 1
+    assert "O1: FAILED: MPCompileError: it doesn't learn: loss " in capsys.readouterr().out
