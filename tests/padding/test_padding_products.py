@@ -180,50 +180,6 @@ def test_conv_bias_relu_conv(channels: int, hidden: int, out: int, last: bool) -
     all_aligned(net, x.contiguous(memory_format=torch.channels_last) if last else x)
 
 
-class Attention(nn.Module):
-    """Heads of 20, as ESM's are."""
-
-    def __init__(self, heads: int, head: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.qkv, self.out = nn.Linear(heads * head, 3 * heads * head), nn.Linear(heads * head, 13)
-
-    def forward(self, x: Tensor) -> Tensor:
-        b, t, width = x.shape
-        q, k, v = (
-            part.view(b, t, self.heads, -1).transpose(1, 2)
-            for part in self.qkv(x).split(width, dim=-1)
-        )
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.out(y.transpose(1, 2).reshape(b, t, width))
-
-
-@pytest.mark.parametrize(("heads", "head"), [(3, 20), (2, 7), (1, 1)])
-def test_attention_with_an_odd_head(heads: int, head: int) -> None:
-    all_aligned(Attention(heads, head), torch.randn(2, 5, heads * head))
-
-
-class Tied(nn.Module):
-    """A 101-word vocabulary whose embedding is the head, too."""
-
-    def __init__(self, words: int = 101, width: int = 20) -> None:
-        super().__init__()
-        self.words = nn.Embedding(words, width)
-        self.block = nn.Linear(width, width)
-
-    def forward(self, idx: Tensor, targets: Tensor) -> Tensor:
-        x = self.words(idx)
-        x = x + F.gelu(self.block(x))
-        logits = F.linear(x, self.words.weight)
-        return F.cross_entropy(logits.view(-1, logits.shape[-1]), targets.view(-1))
-
-
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_a_tied_embedding_and_head(level: str) -> None:
-    tokens = torch.randint(101, (2, 6))
-    all_aligned(Tied(), tokens, tokens.roll(1), level=level)
-
-
 @pytest.mark.parametrize("level", ["O1", "O2"])
 def test_residual_adds_of_equally_padded_values(level: str) -> None:
     def forward(m: Any, x: Tensor) -> Tensor:
