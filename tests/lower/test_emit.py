@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from miniature import HOWS, Net, assert_same, compiled, leaf, results_and_grads
+from miniature import HOWS, Net, compiled, leaf, results_and_grads
 from module_of import function_of
 from repository import ROOT, SUPPORT
 from torch import fx
@@ -19,17 +19,6 @@ pytestmark = [pytest.mark.inside, pytest.mark.usefixtures("own_inductor_cache", 
 
 
 # -- forward and backward --------------------------------------------------------------------------
-
-
-@pytest.mark.slow_rows("compiles by Inductor")
-@pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize("how", HOWS)
-def test_forward_and_gradients(how: str, dynamic: bool) -> None:
-    net = Net()
-    fast = compiled(net, how, dynamic=dynamic)
-    for batch in (5, 4):
-        assert_same(net, fast, leaf(batch, 6), parameters=list(net.parameters()))
-    assert net.norm.num_batches_tracked == 4
 
 
 @pytest.mark.slow("compiles by Inductor")
@@ -50,15 +39,6 @@ def test_ambient_autocast_changes_nothing(how: str) -> None:
 
 
 @pytest.mark.slow("compiles by Inductor")
-@pytest.mark.parametrize("how", HOWS)
-def test_inference(how: str) -> None:
-    net = Net().eval()
-    x = torch.randn(5, 6)
-    with torch.no_grad():
-        torch.testing.assert_close(compiled(net, how)(x), net(x))
-
-
-@pytest.mark.slow("compiles by Inductor")
 def test_options_reach_inductor_and_go_over_the_mode() -> None:
     seen: list[tuple[bool, bool]] = []
 
@@ -73,14 +53,6 @@ def test_options_reach_inductor_and_go_over_the_mode() -> None:
     )
     fast(leaf(4)).sum().backward()
     assert seen == [(False, False)] * 2  # forward and backward
-
-
-@pytest.mark.parametrize(
-    "wrong", [{"mode": "fastest"}, {"options": {"no_such_option": 1}}], ids=["mode", "option"]
-)
-def test_unknown_mode_or_option(wrong: dict[str, Any]) -> None:
-    with pytest.raises(RuntimeError, match=r"fastest|no_such_option"):
-        compiled(lambda x: x.sin(), "inductor", **wrong)(torch.randn(3))
 
 
 # -- caches ---------------------------------------------------------------------------------------
