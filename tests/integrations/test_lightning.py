@@ -168,7 +168,7 @@ def test_copies_and_pickles_are_plain() -> None:
     fitted(mpcompile(module, **FP16))
     module.trainer = None
     assert set(module.state_dict()) == names
-    for twin in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+    for twin in (copy.copy(module), copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
         assert twin.training_step.__self__ is twin
         assert twin.training_step.__func__ is Net.training_step
         assert twin._compiled_call_impl is None

@@ -111,16 +111,6 @@ def test_a_copied_metric_counts_for_itself(how: str, whole: bool) -> None:
     assert "__getstate__" not in vars(twin)
 
 
-@in_each_way
-def test_a_copied_module_runs_its_own_steps(how: str) -> None:
-    module = mpcompile(made(), **FP16)
-    twin = COPIED[how](module)
-    assert twin.training_step.__self__ is twin
-    assert twin._compiled_call_impl is None
-    assert "__getstate__" not in vars(twin)
-    assert module._compiled_call_impl is not None
-
-
 def test_a_step_that_the_module_itself_had_is_copied() -> None:
     def training_step(self: Any, batch: Any, batch_idx: int) -> torch.Tensor:
         return self.loss(batch)

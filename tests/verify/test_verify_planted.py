@@ -1,5 +1,5 @@
 """A compiler that computes wrong, C++'s or Inductor's for a GPU: trainings end as in FP32, with one
-warning that names the line.
+warning that names the line. And a program that could seem wrong, and isn't.
 """
 
 import os
@@ -205,3 +205,29 @@ def test_the_option_of_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert not torch.allclose(found[False], found[None])
     with pytest.raises(MPCompileError, match="verify='often'"):
         MPOptimizer(torch.optim.NAdam([p]), verify="often")
+
+
+# -- no false alarm --------------------------------------------------------------------------------
+
+
+class Counts(nn.Module):
+    """A buffer that the forward writes and the program reads back."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.layer = nn.Linear(16, 16)
+        self.register_buffer("count", torch.zeros((), dtype=dtype))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        self.count += 1
+        return self.layer(x)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float32], ids=["whole", "floating"])
+def test_no_false_alarm(dtype: torch.dtype) -> None:
+    model = mpcompile(Counts(dtype), dtype=torch.bfloat16, emit="inductor")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", MPCompileWarning)
+        for _ in range(2):
+            model(torch.randn(8, 16)).sum().backward()
+    assert model.count.item() == 2
