@@ -235,21 +235,6 @@ def test_a_model(level: str, emit: str, dtype: torch.dtype, tied: bool) -> None:
 
 
 @SETTINGS
-@HALVES
-@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
-def test_every_argument(level: str, emit: str, dtype: torch.dtype, reduction: str) -> None:
-    def program(x: Tensor, w: Tensor, b: Tensor, target: Tensor, weights: Tensor) -> Tensor:
-        return F.cross_entropy(
-            F.linear(x, w, b), target, weights,
-            ignore_index=3, reduction=reduction, label_smoothing=0.1,
-        )  # fmt: skip
-
-    inputs = leaf(33, 16), leaf(7, 16), leaf(7), torch.randint(0, 7, (33,)), torch.rand(7)
-    options = {"level": level, "emit": emit, "dtype": dtype}
-    assert is_fused(check(program, *inputs, fuse_head=True, **options).model)
-
-
-@SETTINGS
 def test_padding_leaves_the_operator_alone(level: str, emit: str) -> None:
     """29 classes and 30 rows, where products want multiples of 8."""
     options = {"level": level, "emit": emit, "pad": "always"}

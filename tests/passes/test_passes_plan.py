@@ -6,16 +6,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from compare import LEVELS, leaf
-from expecttest import assert_expected_inline
 from graphs import Stage, ran_twice
-from module_of import module_of
 from torch import nn
 
 from mpcompile import ir
 from mpcompile.demo import GPT, GPTConfig
 from mpcompile.passes.graph.place_casts import place_casts
 from mpcompile.passes.graph.plan import plan
-from mpcompile.rules.policy import Policy
 
 # -- small programs --------------------------------------------------------------------------------
 
@@ -98,19 +95,6 @@ def test_cases(case: str, level: str) -> None:
     stage = Stage(plan, program, leaf(16, 16), leaf(16, 16), level=level)
     stage.run()
     assert stage.mark(name).precision.value == (at_o1 if level == "O1" else at_o2)
-
-
-def test_policy_and_guards_are_left_alone() -> None:
-    def program(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        return F.linear(F.relu(F.gelu(F.linear(x, w))) + 1e-9, w)
-
-    for level in ("O1", "O2"):
-        options = {"level": level, "policy": Policy(full=["gelu"]), "dynamic": True}
-        stage = Stage(plan, program, leaf(4, 4), leaf(4, 4), **options)
-        stage.run()
-        assert stage.mark("gelu").rule == "policy"
-        assert stage.mark("add").rule == "guard"
-        assert stage.mark("linear_1").precision.value == "LOW"
 
 
 def test_one_number_is_fp32_at_every_level_with_rules() -> None:
@@ -227,71 +211,3 @@ add_3: {stream} [plan]
 layer_norm_2: FULL [table]
 """
     assert decisions(stage) == expected
-
-
-class Basic(nn.Module):
-    """ResNet's basic block, with a projected shortcut."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv1 = nn.Conv2d(4, 8, 3, stride=2, padding=1, bias=False)
-        self.conv2 = nn.Conv2d(8, 8, 3, padding=1, bias=False)
-        self.shortcut = nn.Conv2d(4, 8, 1, stride=2, bias=False)
-        self.norm1, self.norm2, self.norm3 = (nn.BatchNorm2d(8) for _ in range(3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h = F.relu(self.norm1(self.conv1(x)))
-        return F.relu(self.norm2(self.conv2(h)) + self.norm3(self.shortcut(x))).mean((2, 3))
-
-
-@pytest.mark.parametrize(("level", "stream"), [("O1", "FULL"), ("O2", "LOW")])
-def test_a_resnet_block(level: str, stream: str) -> None:
-    stage = ran_twice(plan, Basic(), leaf(2, 4, 8, 8), level=level)
-    expected = f"""\
-conv2d: LOW [table]
-add_: KEEP [captured]
-batch_norm: LOW [plan]
-relu: LOW [plan]
-conv2d_1: LOW [table]
-add__1: KEEP [captured]
-batch_norm_1: {stream} [plan]
-conv2d_2: LOW [table]
-add__2: KEEP [captured]
-batch_norm_2: LOW [plan]
-add: {stream} [plan]
-relu_1: {stream} [plan]
-mean: FULL [table]
-"""
-    assert decisions(stage) == expected
-
-
-def tagger_loss(m: Any, idx: torch.Tensor) -> torch.Tensor:
-    x, _ = m.lstm(m.tokens(idx))
-    return F.cross_entropy(m.head(F.dropout(x)).flatten(0, 1), idx.flatten())
-
-
-@LEVELS
-def test_an_lstm_head(level: str) -> None:
-    """The same at both: nothing in it is stored that isn't low."""
-    lstm = nn.LSTM(16, 16, batch_first=True)
-    model = module_of(tagger_loss, tokens=nn.Embedding(10, 16), lstm=lstm, head=nn.Linear(16, 10))
-    with torch._dynamo.config.patch(allow_rnn=True):
-        stage = Stage(plan, model, torch.zeros(2, 4, dtype=torch.int64), level=level)
-    stage.run_twice()
-    assert_expected_inline(
-        decisions(stage),
-        """\
-embedding: FULL [plan]
-zeros: KEEP [table]
-zeros_1: KEEP [table]
-lstm: LOW [table]
-getitem: LOW [plan]
-getitem_1: LOW [plan]
-getitem_2: LOW [plan]
-dropout: LOW [plan]
-linear: LOW [table]
-flatten: LOW [plan]
-flatten_1: KEEP [captured]
-cross_entropy_loss: FULL [table]
-""",
-    )
