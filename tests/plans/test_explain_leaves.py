@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from mpcompile import MPOptimizer, compiled_plans, explain, loss_scale_of, mpcompile
 from mpcompile.plans import compile_log
+from mpcompile.preview import explain as explaining
 from mpcompile.preview.explain import Planner
 from mpcompile.preview.stand_ins import StandIns
 from mpcompile.runtime import uncalled
@@ -105,21 +106,26 @@ def test_the_hint_about_a_slow_device_stays_for_the_compile(
 
 @pytest.mark.slow("plans of several models")
 def test_nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither what planned, nor the graphs that it planned."""
+    """Neither the copy of the model, nor what planned, nor the graphs that it planned."""
     kept: list[weakref.ref[Any]] = []
-    plan = Planner.planned
+    plan, run = Planner.planned, explaining._run
 
     def spy(self: Planner, gm: Any, example_inputs: Any) -> Any:
         kept.extend(map(weakref.ref, (self, gm)))
         return plan(self, gm, example_inputs)
 
+    def spy_on_run(twin: nn.Module, *rest: Any) -> None:
+        kept.append(weakref.ref(twin))
+        run(twin, *rest)
+
     monkeypatch.setattr(Planner, "planned", spy)
+    monkeypatch.setattr(explaining, "_run", spy_on_run)
     model, x = pictures(), MODELS[pictures]()
     for _ in range(2):
         explain(model, x, dtype=torch.float16)
     gc.collect()
-    assert len(kept) == 4
-    assert [ref() for ref in kept] == [None] * 4
+    assert len(kept) == 6
+    assert [ref() for ref in kept] == [None] * 6
 
 
 def test_tensors_that_are_no_parameters_have_no_copies_with_data() -> None:

@@ -2,9 +2,7 @@
 
 import dataclasses
 import functools
-import gc
 import random
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -21,7 +19,6 @@ import mpcompile
 from mpcompile import MPCompileError, Policy
 from mpcompile.devices.gpus import GPUS
 from mpcompile.errors import CannotRewrite
-from mpcompile.preview import explain as explaining
 from mpcompile.profile import store
 from mpcompile.rules import kernels
 from mpcompile.scaling import guard, parameters
@@ -258,18 +255,6 @@ def test_what_the_user_compiled_stays_compiled() -> None:
         assert len(plan_for(model, torch.ones(rows, 4)).graphs) == 2
     mine(X)
     assert len(graphs) == compiled
-
-
-@pytest.mark.slow("plans of several models")
-def test_the_copy_is_gone_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
-    copies: list[weakref.ref[nn.Module]] = []
-    run = explaining._run
-    monkeypatch.setattr(
-        explaining, "_run", lambda twin, *rest: (copies.append(weakref.ref(twin)), run(twin, *rest))
-    )
-    plan_for(net(), X)
-    gc.collect()
-    assert copies[0]() is None
 
 
 def test_a_model_that_is_nowhere() -> None:
