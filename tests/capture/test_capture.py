@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from compare import LEVELS, SETTINGS, assert_near, check, leaf, weighted_sum
 from graphs import captured
+from module_of import module_of
 from torch import fx, nn
 
 from mpcompile import ir
@@ -19,16 +20,9 @@ def by_op(gm: fx.GraphModule) -> dict[str, fx.Node]:
 
 
 def test_module_path_and_source_line_survive() -> None:
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList([nn.Sequential(nn.Linear(4, 4), nn.GELU())])
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            out: torch.Tensor = self.layers[0](x)
-            return out * 2  # the line sought below
-
-    nodes = by_op(captured(Net(), torch.randn(2, 4)))
+    layers = nn.ModuleList([nn.Sequential(nn.Linear(4, 4), nn.GELU())])
+    net = module_of(lambda m, x: m.layers[0](x) * 2, layers=layers)  # the line sought below
+    nodes = by_op(captured(net, torch.randn(2, 4)))
     assert ir.module_path(nodes["linear"]) == "layers.0.0"
     assert ir.module_path(nodes["gelu"]) == "layers.0.1"
     with open(__file__, encoding="utf-8") as file:

@@ -26,17 +26,20 @@ def attention_forward(self: Any, x: torch.Tensor) -> torch.Tensor:
     return self.out(own * own + weights @ v)
 
 
-class Convolutions(nn.Module):
+def attention() -> Any:
+    return module_of(attention_forward, qkv=nn.Linear(12, 36), out=nn.Linear(12, 7))
+
+
+def convolve(self: Any, x: torch.Tensor) -> torch.Tensor:
     """Values written in place, and a norm."""
+    hidden = F.relu(self.conv(x), inplace=True) * 3
+    hidden = self.norm(hidden.add_(hidden.mean()))
+    return self.head(hidden.mean((2, 3)).mul_(2))
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv, self.norm, self.head = nn.Conv2d(3, 5, 3), nn.BatchNorm2d(5), nn.Linear(5, 3)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden = F.relu(self.conv(x), inplace=True) * 3
-        hidden = self.norm(hidden.add_(hidden.mean()))
-        return self.head(hidden.mean((2, 3)).mul_(2))
+def convolutions() -> Any:
+    parts = {"conv": nn.Conv2d(3, 5, 3), "norm": nn.BatchNorm2d(5), "head": nn.Linear(5, 3)}
+    return module_of(convolve, **parts)
 
 
 def classifier() -> Any:
@@ -49,11 +52,8 @@ def classifier() -> Any:
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "mlp": (MLP, (3, 16)),
-    "attention": (
-        lambda: module_of(attention_forward, qkv=nn.Linear(12, 36), out=nn.Linear(12, 7)),
-        (2, 9, 12),
-    ),
-    "convolutions": (Convolutions, (2, 3, 6, 6)),
+    "attention": (attention, (2, 9, 12)),
+    "convolutions": (convolutions, (2, 3, 6, 6)),
     "classifier": (classifier, (4, 6)),
 }
 EACH_MODEL = pytest.mark.parametrize("model", MODELS)

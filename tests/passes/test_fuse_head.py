@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from mpcompile import MPCompileError, MPOptimizer, Policy, compiled_plans, mpcompile
+from mpcompile.demo.train import bytes_saved_for_backward
 from mpcompile.passes.graph.place_casts import place_casts
 from mpcompile.passes.graph.replace_operators import fuse_head
 
@@ -295,17 +296,10 @@ def saved_bytes(emit: str, *, fuse: bool) -> int:
         dtype=torch.float16, emit=emit, strict=True, fuse_head=fuse,
     )  # fmt: skip
     program(x, weight, target)
-    kept: dict[int, int] = {}
-
-    def pack(value: Tensor) -> Tensor:
-        storage = value.untyped_storage()
-        kept[storage.data_ptr()] = storage.nbytes()
-        return value
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda value: value):
+    inputs = nn.ParameterList([x, weight])
+    inputs.register_buffer("target", target)
+    with bytes_saved_for_backward(inputs) as kept:
         program(x, weight, target)
-    for own in (x, weight, target):
-        kept.pop(own.untyped_storage().data_ptr(), None)
     return sum(kept.values())
 
 

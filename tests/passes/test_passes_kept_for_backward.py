@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import mpcompile
 from mpcompile import MPCompileError
+from mpcompile.demo.train import bytes_saved_for_backward
 from mpcompile.ir import aten
 from mpcompile.passes.graph.replace_operators import narrow_softmax
 from mpcompile.passes.joint.kept_for_backward import keep_written_inputs
@@ -200,22 +201,11 @@ def train_once(net: nn.Module, x: torch.Tensor, **options: Any) -> int:
     """One step from seed 1; returns the bytes kept for its backward, parameters left out."""
     mpcompile.mpcompile(net, dtype=torch.bfloat16, strict=True, **options)
     net(x)  # compiles
-    own = {p.untyped_storage().data_ptr() for p in (*net.parameters(), x)}
-    held: dict[int, int] = {}
-    alive = []
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:
-            held[storage.data_ptr()] = storage.nbytes()
-            alive.append(tensor)
-        return tensor
-
     torch.manual_seed(1)
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+    with bytes_saved_for_backward(net) as held:
         loss = net(x).square().mean()
     loss.backward()
-    return sum(held.values())
+    return sum(n for at, n in held.items() if at != x.untyped_storage().data_ptr())
 
 
 @pytest.mark.slow("compiles by Inductor, or a deep model")

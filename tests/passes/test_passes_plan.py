@@ -147,12 +147,13 @@ return linear_2_f32
 # -- blocks of real models -------------------------------------------------------------------------
 
 
-def decisions(stage: Stage) -> str:
+def decisions(stage: Stage) -> dict[str, str]:
     """`marks`, with a word on what is stored low although it is computed in FP32."""
-    return "".join(
-        f"{line}, stored low\n" if ir.is_stored_low(stage.node(line.split(":")[0])) else f"{line}\n"
-        for line in stage.marks.splitlines()
-    )
+    marks = dict(line.split(": ") for line in stage.marks.splitlines())
+    return {
+        name: f"{mark}, stored low" if ir.is_stored_low(stage.node(name)) else mark
+        for name, mark in marks.items()
+    }
 
 
 @pytest.mark.parametrize(
@@ -166,48 +167,13 @@ def test_a_gpt_block(level: str, stream: str, tables: str) -> None:
     block = GPT(GPTConfig(vocab=16, context=8, width=16, layers=1, heads=2)).blocks[0]
     stage = ran_twice(plan, nn.Sequential(block, nn.LayerNorm(16)), leaf(2, 8, 16), level=level)
     expected = f"""\
-layer_norm: FULL [table]
-linear: LOW [table]
-unflatten: LOW [plan]
-permute: LOW [plan]
-unbind: LOW [plan]
-getitem: LOW [plan]
-getitem_1: LOW [plan]
-getitem_2: LOW [plan]
-slice_1: FULL [{tables}]
-slice_2: FULL [{tables}]
-chunk: LOW [plan]
-getitem_3: LOW [plan]
-getitem_4: LOW [plan]
-mul: FULL [{tables}]
-mul_1: FULL [{tables}]
-sub: FULL [{tables}]
-mul_2: FULL [{tables}]
-mul_3: FULL [{tables}]
-add: FULL [{tables}]
-cat: FULL [{tables}]
-slice_3: FULL [{tables}]
-slice_4: FULL [{tables}]
-chunk_1: LOW [plan]
-getitem_5: LOW [plan]
-getitem_6: LOW [plan]
-mul_4: FULL [{tables}]
-mul_5: FULL [{tables}]
-sub_1: FULL [{tables}]
-mul_6: FULL [{tables}]
-mul_7: FULL [{tables}]
-add_1: FULL [{tables}]
-cat_1: FULL [{tables}]
-scaled_dot_product_attention: LOW [table]
-transpose: LOW [plan]
-flatten: LOW [plan]
-linear_1: LOW [table]
-add_2: {stream} [plan]
-layer_norm_1: FULL [table]
-linear_2: LOW [table]
-gelu: LOW [plan]
-linear_3: LOW [table]
-add_3: {stream} [plan]
-layer_norm_2: FULL [table]
+FULL [table]: layer_norm layer_norm_1 layer_norm_2
+LOW [table]: linear scaled_dot_product_attention linear_1 linear_2 linear_3
+LOW [plan]: unflatten permute unbind getitem getitem_1 getitem_2 chunk getitem_3 getitem_4
+LOW [plan]: chunk_1 getitem_5 getitem_6 transpose flatten gelu
+FULL [{tables}]: slice_1 slice_2 mul mul_1 sub mul_2 mul_3 add cat
+FULL [{tables}]: slice_3 slice_4 mul_4 mul_5 sub_1 mul_6 mul_7 add_1 cat_1
+{stream} [plan]: add_2 add_3
 """
-    assert decisions(stage) == expected
+    rows = [line.split(": ") for line in expected.splitlines()]
+    assert decisions(stage) == {name: mark for mark, names in rows for name in names.split()}

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from module_of import module_of
 from run_apart import ran
 from torch import nn
 
@@ -18,29 +19,19 @@ from mpcompile import compiled_plans, mpcompile
 from mpcompile.plans.pipeline import PASSES
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.proj = nn.Linear(8, 8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.softmax(F.relu(self.proj(x), inplace=True), -1)
+def block() -> nn.Module:
+    return module_of(
+        lambda m, x: F.softmax(F.relu(m.proj(x), inplace=True), -1), proj=nn.Linear(8, 8)
+    )
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([Block(), Block()])
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
+def net() -> nn.Module:
+    return module_of(lambda m, x: m.blocks(x), blocks=nn.Sequential(block(), block()))
 
 
 @pytest.fixture
 def dumped(tmp_path: Path) -> Path:
-    model = mpcompile(Net(), dtype=torch.float16, emit="eager", dump=tmp_path, strict=True)
+    model = mpcompile(net(), dtype=torch.float16, emit="eager", dump=tmp_path, strict=True)
     model(torch.randn(4, 8)).sum().backward()
     (plan,) = compiled_plans(model)
     assert plan.dump_dir.parent == tmp_path
@@ -90,7 +81,7 @@ def test_the_environment_variable_dumps_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MPCOMPILE_DUMP", str(tmp_path))
-    mpcompile(Net(), emit="eager")(torch.randn(4, 8))
+    mpcompile(net(), emit="eager")(torch.randn(4, 8))
     assert list(tmp_path.glob("graph_*/plan.json"))
 
 

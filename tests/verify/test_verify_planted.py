@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from module_of import module_of
 from ranks import on_each_rank
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -22,22 +23,16 @@ from mpcompile import MPCompileError, MPCompileWarning, MPOptimizer, mpcompile, 
 WRONG = Path(__file__).parents[1] / "support" / "wrong_cxx.sh"
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(32, 64)
-        self.second = nn.Linear(64, 64)
-        self.last = nn.Linear(64, 10)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden = F.gelu(self.first(x))
-        hidden = hidden + torch.tanh(self.second(hidden)) * torch.exp(-hidden)
-        return self.last(hidden)
+def forward(net: Any, x: torch.Tensor) -> torch.Tensor:
+    hidden = F.gelu(net.first(x))
+    hidden = hidden + torch.tanh(net.second(hidden)) * torch.exp(-hidden)
+    return net.last(hidden)
 
 
-def made() -> Net:
+def made() -> nn.Module:
     torch.manual_seed(0)
-    return Net()
+    first, second, last = nn.Linear(32, 64), nn.Linear(64, 64), nn.Linear(64, 10)
+    return module_of(forward, first=first, second=second, last=last)
 
 
 def batch() -> tuple[torch.Tensor, torch.Tensor]:
@@ -210,22 +205,17 @@ def test_the_option_of_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 # -- no false alarm --------------------------------------------------------------------------------
 
 
-class Counts(nn.Module):
+def counts(net: Any, x: torch.Tensor) -> torch.Tensor:
     """A buffer that the forward writes and the program reads back."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.layer = nn.Linear(16, 16)
-        self.register_buffer("count", torch.zeros((), dtype=dtype))
-
-    def forward(self, x: torch.Tensor) -> Any:
-        self.count += 1
-        return self.layer(x)
+    net.count += 1
+    return net.layer(x)
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.float32], ids=["whole", "floating"])
 def test_no_false_alarm(dtype: torch.dtype) -> None:
-    model = mpcompile(Counts(dtype), dtype=torch.bfloat16, emit="inductor")
+    count = nn.Buffer(torch.zeros((), dtype=dtype))
+    net = module_of(counts, layer=nn.Linear(16, 16), count=count)
+    model = mpcompile(net, dtype=torch.bfloat16, emit="inductor")
     with warnings.catch_warnings():
         warnings.simplefilter("error", MPCompileWarning)
         for _ in range(2):
