@@ -1,4 +1,4 @@
-"""`mpcompile explain`: what it prints, its conditions for a CI, and its exit status."""
+"""`mpcompile explain`, or `plan`: what it prints, its conditions for a CI, and its exit status."""
 
 import dataclasses
 import json
@@ -24,17 +24,30 @@ Captured = pytest.CaptureFixture[str]
 
 
 @pytest.mark.usefixtures("nets")
-@pytest.mark.parametrize("asked", ["plan good", "explain good", "explain named", "explain cubed"])
-def test_the_plan(asked: str, capsys: Captured) -> None:
-    command, factory = asked.split()
+@pytest.mark.parametrize(
+    "call", ["explain some_nets:good", "explain some_nets:named", "plan some_nets:cubed"]
+)
+def test_the_plan(call: str, capsys: Captured) -> None:
     arguments = ["--device", "v100", "--level", "O2", "--recompute", "--mp-optimizer"]
-    assert cli.main([command, f"some_nets:{factory}", *arguments]) == 0
+    assert cli.main([*call.split(), *arguments]) == 0
     captured = capsys.readouterr()
     assert captured.out.startswith("Net at O2: 2 of 2 products in FP16, 100.0% of ")
-    assert re.search(r" FP16 +yes +1.0 kFLOP +m 8, n 8, k 8", captured.out)
     assert "\non Tesla V100-SXM2-16GB; Tensor Cores: FP16 (Volta" in captured.out
+    assert re.search(r" FP16 +yes +1.0 kFLOP +m 8, n 8, k 8", captured.out)
     assert "_f16 " not in captured.out
     assert captured.err == ""
+
+
+@pytest.mark.usefixtures("nets")
+def test_json_and_a_dump(tmp_path: Path, capsys: Captured) -> None:
+    arguments = ["--device", "t4", "--json", "--dump", str(tmp_path / "graphs")]
+    assert cli.main(["plan", "some_nets:linear", *arguments]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["gpu"]["name"] == "Tesla T4"
+    assert data["graphs"][0]["tensor_cores"]["share"] == 1.0
+    assert data["saved_bytes"] == 2 * 8 * 8
+    assert data["unknown"]
+    assert list((tmp_path / "graphs").rglob("plan.json"))
 
 
 @pytest.mark.slow("whole commands")
@@ -44,8 +57,6 @@ def test_json_why_and_diff(tmp_path: Path, capsys: Captured) -> None:
     assert cli.main([*explain, "--json"]) == 0
     text = capsys.readouterr().out
     assert json.loads(text)["gpu"]["name"] == "Tesla T4"
-    assert json.loads(text)["graphs"][0]["tensor_cores"]["share"] == 1.0
-    assert json.loads(text)["unknown"]
     (tmp_path / "before.json").write_text(text)
 
     assert cli.main([*explain, "--why", "up"]) == 0
@@ -73,10 +84,8 @@ def test_html(tmp_path: Path, capsys: Captured) -> None:
 
 
 @pytest.mark.usefixtures("nets")
-def test_all_of_it(tmp_path: Path, capsys: Captured) -> None:
-    arguments = ["--device", "t4", "--all", "--dump", "graphs"]
-    assert cli.main(["explain", "some_nets:good", *arguments]) == 0
-    assert list((tmp_path / "graphs").rglob("plan.json"))
+def test_all_of_it(capsys: Captured) -> None:
+    assert cli.main(["explain", "some_nets:good", "--device", "t4", "--all"]) == 0
     out = capsys.readouterr().out
     assert re.search(r"^linear +linear +f32\[8, 8\] -> f16\[8, 8\] +FP16 ", out, re.M)
     assert "_f16 " in out
@@ -230,11 +239,19 @@ def test_a_break_in_a_real_model(capsys: Captured) -> None:
 
 
 @pytest.mark.usefixtures("nets")
-@pytest.mark.parametrize("more", [[], ["--dtype", "float16", "--level", "O2"]])
-def test_a_model_that_loses_its_share(more: list[str], capsys: Captured) -> None:
-    """P100s have no Tensor Cores; a dtype that is asked for by name runs low there, too."""
-    assert cli.main(["explain", "some_nets:good", "--device", "p100", *more, *SHARE]) == 1
+@pytest.mark.parametrize("asked", ["", "--dtype float16 --level O2"])
+def test_a_model_that_loses_its_share(asked: str, capsys: Captured) -> None:
+    """In P100s there are no Tensor Cores; a dtype that is asked for by name runs low there, too."""
+    arguments = ["--device", "p100", *asked.split(), *SHARE]
+    assert cli.main(["explain", "some_nets:good", *arguments]) == 1
     assert "P100-SXM2-16GB has no Tensor Cores for float16" in squeezed(capsys.readouterr().err)
+
+
+def test_the_help_says_what_a_factory_returns(capsys: Captured) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["plan", "--help"])
+    said = squeezed(capsys.readouterr().out)
+    assert "factory() must return (model, args) or (model, args, kwargs)" in said
 
 
 def test_text_is_printed_as_it_is(planned: dict[str, Any], capsys: Captured) -> None:

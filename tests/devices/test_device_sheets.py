@@ -3,15 +3,15 @@
 import pytest
 import torch
 
-from mpcompile import MPCompileError
 from mpcompile.devices.cuda import AbsentGPU
 from mpcompile.devices.gpus import GPU
-from mpcompile.devices.registry import capabilities, is_supported
+from mpcompile.devices.registry import capabilities
 
 
 @pytest.mark.parametrize(
     ("capability", "name", "expected"),
     [
+        ((6, 0), "P100", "none (compute capability 6.0; they start with Volta, 7.0)"),
         ((6, 1), "GTX 1080", "none (compute capability 6.1; they start with Volta, 7.0)"),
         ((7, 0), "V100", "FP16 (Volta, compute capability 7.0)"),
         ((7, 2), "Xavier", "FP16 (Volta, compute capability 7.2)"),
@@ -25,60 +25,20 @@ from mpcompile.devices.registry import capabilities, is_supported
         ((12, 0), "RTX 5090", "FP16, BF16, TF32, FP8, FP4 (Blackwell, compute capability 12.0)"),
     ],
 )
-def test_tensor_cores_by_capability(capability: tuple[int, int], name: str, expected: str) -> None:
-    assert AbsentGPU(GPU(name, capability, 1, 1, 1.0, 1.0, 1.0, 1)).units() == expected
-
-
-@pytest.mark.parametrize(
-    ("flags", "expected"),
-    [
-        ({"architecture": "x86_64", "avx512_bf16": True, "amx_bf16": False}, "AVX512-BF16"),
-        (
-            {"architecture": "x86_64", "avx512_bf16": True, "amx_bf16": True},
-            "AMX-BF16, AVX512-BF16",
-        ),
-        ({"architecture": "aarch64", "sve_bf16": True, "bf16": True}, "SVE-BF16, NEON-BF16"),
-        (
-            {"architecture": "x86_64", "avx2": True, "bf16": True},
-            "none (no BF16 or FP16 matrix instructions)",
-        ),
-    ],
-)
-def test_matrix_units_of_a_cpu(
-    flags: dict[str, object], expected: str, monkeypatch: pytest.MonkeyPatch
+def test_tensor_cores_by_capability(
+    capability: tuple[int, int], name: str, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mpcompile.devices.cpu.cpu_flags", lambda: flags)
-    assert capabilities("cpu").units() == expected
-
-
-@pytest.mark.this_machine
-@pytest.mark.parametrize("units", [True, False])
-def test_auto_is_bf16_on_cpu(units: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    flags = {"architecture": "x86_64", "avx512_bf16": units}
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: flags)
-    # What ATen itself uses here may be less.
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
-    for limit in ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA"):
-        monkeypatch.delenv(limit, raising=False)
-    cpu = capabilities("cpu")
-    assert cpu.auto is torch.bfloat16
-    assert ("stay FP32" in cpu.why_auto()) is not units
-
-
-@pytest.mark.parametrize("capability", [(6, 0), (9, 0)])
-def test_auto_is_fp16_on_cuda(capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a GPU that is there, and of one by its data sheet; "auto" is FP16 in any case."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a GPU")
-    gpu = capabilities("cuda")
-    assert gpu.auto is torch.float16
-    expected = "products stay FP32" if capability < (7, 0) else "Tensor Cores (FP16, BF16, TF32"
-    assert expected in gpu.why_auto()
-
-
-def test_a_device_type_nobody_supports() -> None:
-    with pytest.raises(MPCompileError, match="device type 'meta' is not supported"):
-        capabilities("meta")
-    assert not is_supported("meta")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: name)
+    for one in (capabilities("cuda"), AbsentGPU(GPU(name, capability, 1, 1, 1.0, 1.0, 1.0, 1))):
+        assert one.units() == expected
+        assert one.has_units(torch.float16) is (not expected.startswith("none"))
+        assert one.has_units(torch.bfloat16) is (capability >= (8, 0))
+        assert one.auto is torch.float16
+        short = expected.startswith("none")
+        assert ("products stay FP32" if short else f"Tensor Cores ({expected})") in one.why_auto()
+        assert one.builtin_profile() == ("cuda-hopper" if capability == (9, 0) else None)
 
 
 @pytest.mark.gpu

@@ -35,7 +35,7 @@ def not_asked_before() -> Iterator[None]:
     driver_version.cache_clear()
 
 
-def library(folder: Path, starts: int = 0) -> str:
+def library(folder: Path, starts: int) -> str:
     source, built = folder / "nvml.c", folder / f"nvml{starts}.so"
     source.write_text(NVML.replace("STARTS", str(starts)))
     compiler = os.environ.get("CC", "gcc")
@@ -50,17 +50,14 @@ def test_of_the_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert driver_version() == "570.86.15"
 
 
+@pytest.mark.parametrize(
+    ("starts", "version"), [([0], "535.104.05"), ([9], ""), ([], "")],
+    ids=["it says", "it does not start", "it is not there"],
+)  # fmt: skip
 def test_of_nvml_where_the_kernel_says_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    starts: list[int], version: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cuda, "PROC", tmp_path / "none")
-    monkeypatch.setattr(cuda, "NVML", ("libnone.so", library(tmp_path)))
-    assert driver_version() == "535.104.05"
-
-
-@pytest.mark.parametrize("there", [True, False], ids=["does not start", "is not there"])
-def test_of_nobody(there: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    names = (library(tmp_path, starts=9),) if there else ("libnone.so",)
-    monkeypatch.setattr(cuda, "PROC", tmp_path / "none")
-    monkeypatch.setattr(cuda, "NVML", names)
-    assert driver_version() == ""
+    libraries = ("libnone.so", *(library(tmp_path, one) for one in starts))
+    monkeypatch.setattr(cuda, "NVML", libraries)
+    assert driver_version() == version

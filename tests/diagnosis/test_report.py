@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import torch
 from module_of import module_of
-from page_parser import Page, assert_loads_nothing, unharmed
-from reports import EVIL, faulty, histogram, node, numbers, report
-from rich.console import Console
+from page_parser import Page
+from reports import faulty, histogram, node, numbers, report
 from torch import nn
 
 import mpcompile
@@ -81,16 +80,6 @@ def test_the_text_has_everything() -> None:
     assert "no fault found" not in text
 
 
-def test_columns_are_aligned() -> None:
-    lines = str(faulty()).splitlines()
-    for head, rows in (("in FP32  node", 2), ("subnormal  overflow", 5)):
-        (at,) = (i for i, line in enumerate(lines) if head in line)
-        column = lines[at].index("node")
-        for line in lines[at : at + rows + 1]:
-            assert line[column - 2 : column] == "  "
-            assert line[column] != " "
-
-
 def test_worst_come_first_and_are_few() -> None:
     errors = [3e-4, 5e-1, 0.0, *(1e-5 * i for i in range(1, 30))]
     nodes = tuple(numbers(node(f"n{i}"), error=error) for i, error in enumerate(errors))
@@ -143,15 +132,6 @@ def test_the_text_is_whole_and_plain(monkeypatch: pytest.MonkeyPatch) -> None:
     assert str(faulty()) == text
     assert "\x1b" not in text
     assert text.isascii()
-
-
-def test_rich_colours_the_faults() -> None:
-    console = Console(force_terminal=True, width=200, color_system="standard")
-    with console.capture() as shown:
-        console.print(faulty())
-    coloured = shown.get()
-    assert "\x1b[1;31moverflow: blocks.2.down" in coloured
-    assert re.sub(r"\x1b\[[\d;]*m", "", coloured).split() == str(faulty()).split()
 
 
 # -- JSON ------------------------------------------------------------------------------------------
@@ -237,21 +217,6 @@ def test_a_report_of_nothing_has_a_page() -> None:
     assert "but the loss is not finite" not in text
     lost = report(losses={"low": float("inf")})
     assert "but the loss is not finite" in " ".join(Page(render(lost)).texts)
-
-
-def test_no_name_becomes_markup_and_nothing_is_loaded() -> None:
-    page = unharmed(render(faulty(EVIL)), EVIL)
-    assert_loads_nothing(render(faulty()))
-    assert page.data["graphs"][0]["nodes"][1]["module"] == f"blocks.2.down{EVIL}"
-
-
-def test_a_path_that_cannot_be_written(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    for path in (tmp_path / "file" / "report.html", tmp_path):
-        with pytest.raises(MPCompileError, match=r"can't be written: .*; give"):
-            faulty().to_html(path)
-    faulty().to_html(str(tmp_path / "report.html"))
-    assert (tmp_path / "report.html").read_text(encoding="utf-8") == render(faulty())
 
 
 def test_the_page_of_a_large_model_is_small() -> None:

@@ -218,7 +218,7 @@ def test_the_mixin_comes_first() -> None:
     [
         ({"mixed": "O2"}, "mpcompile='O2'"),
         ({"compile_optimizers": "no"}, "compile_optimizers='no'"),
-        ({"mixed": HALF, "bf16": True}, "name one"),
+        ({"mixed": HALF, "bf16": True}, "mixed_precision='bf16'.* name one"),
         ({"torch_compile": True}, "torch_compile"),
         ({"bf16_full_eval": True}, "bf16_full_eval"),
     ],

@@ -18,7 +18,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from mpcompile import MPOptimizer, compiled_plans, explain, loss_scale_of, mpcompile
 from mpcompile.plans import compile_log
-from mpcompile.preview import explain as explaining
 from mpcompile.preview.explain import Planner
 from mpcompile.preview.stand_ins import StandIns
 from mpcompile.runtime import uncalled
@@ -106,20 +105,21 @@ def test_the_hint_about_a_slow_device_stays_for_the_compile(
 
 @pytest.mark.slow("plans of several models")
 def test_nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither the copy of the model, nor what planned, nor the graphs that it planned."""
+    """Neither the model's copy, nor what planned, nor the graphs that it planned."""
     kept: list[weakref.ref[Any]] = []
-    plan, run = Planner.planned, explaining._run
+    plan, of_module = Planner.planned, StandIns.of_module
 
     def spy(self: Planner, gm: Any, example_inputs: Any) -> Any:
         kept.extend(map(weakref.ref, (self, gm)))
         return plan(self, gm, example_inputs)
 
-    def spy_on_run(twin: nn.Module, *rest: Any) -> None:
+    def copied(self: StandIns, module: nn.Module) -> nn.Module:
+        twin = of_module(self, module)
         kept.append(weakref.ref(twin))
-        run(twin, *rest)
+        return twin
 
     monkeypatch.setattr(Planner, "planned", spy)
-    monkeypatch.setattr(explaining, "_run", spy_on_run)
+    monkeypatch.setattr(StandIns, "of_module", copied)
     model, x = pictures(), MODELS[pictures]()
     for _ in range(2):
         explain(model, x, dtype=torch.float16)

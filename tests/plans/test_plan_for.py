@@ -132,14 +132,13 @@ def test_recurrent_layers_run_low() -> None:
     assert decided(planned)["lstm"] == "LOW"
 
 
-def test_an_autocast_region_of_the_gpu_counts() -> None:
-    def body(layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:
-        with torch.autocast("cuda", enabled=False):
-            y = layer(x)
-        return layer(y)
+def test_half_inputs_are_widened() -> None:
+    assert decided(plan_for(net(), X.half(), device="t4"))["linear"] == "LOW"
 
-    found = decided(plan_for(Calls(body), X, device="t4"))
-    assert (found["linear"], found["linear_1"]) == ("KEEP", "LOW")
+
+def test_each_graph_has_a_plan() -> None:
+    planned = plan_for(Calls(in_two_graphs), X, device="t4")
+    assert [plan.counts() for plan in planned.graphs] == [{"LOW": 1}, {"LOW": 2}]
 
 
 def test_a_graph_that_stays_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:

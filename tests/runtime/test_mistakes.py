@@ -61,6 +61,7 @@ VALUES: dict[tuple[str, Any], str] = {
     ("dtype", torch.float8_e4m3fn): "there are two: 'float16' and 'bfloat16'",
     ("dtype", "int8"): "there are two: 'float16' and 'bfloat16'",
     ("dtype", "16-true"): "parameters stay in FP32, whatever the low dtype",
+    ("dtype", "no"): f"unknown dtype 'no': {FP32}",
     ("dtype", None): "use torch.float16, torch.bfloat16 or 'auto'",
     ("level", "02"): "use one of O0, O1, O2, O3 (the letter O, then a digit)",
     ("level", 2): "use one of O0, O1, O2, O3 (the letter O, then a digit)",
@@ -68,8 +69,11 @@ VALUES: dict[tuple[str, Any], str] = {
     ("loss_scale", float("nan")): "must be positive and finite",
     ("loss_scale", "static"): "use 'dynamic', 'grad_scaler', 'none', a number, or a LossScale",
     ("loss_scale", torch.amp.GradScaler("cpu")): "leave the GradScaler out of the loop, too",
+    ("loss_scale", "dynamc"): "did you mean 'dynamic'",
+    ("pad", "alway"): "did you mean 'always'?",
     ("pad", True): "pad=True: use one of auto, always, never",
     ("emit", "cudagraphs"): "emit='cudagraphs': use one of inductor, aot_eager, eager",
+    ("dump", __file__): "can't be made a directory",
     ("dump", True): "dump=True: give the path of a directory",
     ("strict", None): "strict=None: use True or False",
     ("dynamic", "yes"): "dynamic='yes': use True or False",
@@ -108,8 +112,8 @@ def test_an_option(name: str, value: Any) -> None:
     assert "model," not in str(caught.value)  # it is no option
 
 
-def modules(word: str) -> Mistake:
-    return functools.partial(with_policy, modules={word: "fp32"})
+def modules(word: str, precision: str = "fp32") -> Mistake:
+    return functools.partial(with_policy, modules={word: precision})
 
 
 MISTAKES: dict[str, tuple[Mistake, str]] = {
@@ -136,7 +140,8 @@ MISTAKES: dict[str, tuple[Mistake, str]] = {
     "half": (lambda: mpcompile(Net().half()), "already in half precision"),
     "other half": (
         lambda: mpcompile(Net().bfloat16(), dtype="fp16"),
-        "stored in bfloat16, and the low dtype is float16",
+        "stored in bfloat16, and the low dtype is float16. Weights in half precision are read as "
+        "they are: compile with dtype='bfloat16'",
     ),
     "double": (lambda: mpcompile(Net().double()), "call model.float() first"),
     "complex": (lambda: mpcompile(nn.Linear(4, 4, dtype=torch.complex64)), "nothing to do in FP16"),
@@ -148,13 +153,27 @@ MISTAKES: dict[str, tuple[Mistake, str]] = {
         lambda: mpcompile(Net(), options={"max_autotunee": True}),
         "Unexpected optimization option max_autotunee; did you mean 'max_autotune'?",
     ),
+    "options as a list": (
+        lambda: mpcompile(Net(), options=["max_autotune"]),
+        "give a dict of Inductor's options",
+    ),
+    "a mode without Inductor": (
+        lambda: mpcompile(Net(), mode="max-autotune", emit="eager"),
+        "mode='max-autotune' is Inductor's",
+    ),
     # policies
     "near": (modules("fc_1"), "'fc_1' matches no module; did you mean 'fc1'?; the modules of Net:"),
     "prefix": (modules("model.fc1"), "did you mean 'fc1'?"),
     "kind": (modules("LayerNorm"), "it is a class, and what is searched are paths, as norm"),
     "glob": (modules("*fc"), "bad regex '*fc': nothing to repeat at position 0; it is no glob"),
     "object": (lambda: Policy(modules={nn.LayerNorm: "fp32"}), "give a dict, name -> precision"),
-    "FP64": (lambda: with_policy(modules={"fc1": "fp64"}), "use 'low', 'fp32' or 'keep'"),
+    "a number of nodes": (lambda: Policy(nodes={1: "fp32"}), "give a dict, name -> precision"),
+    "FP16": (modules("fc1", "fp16"), "Policy(modules={'fc1': 'fp16'}): FP16 gradients need a loss"),
+    "a node": (lambda: with_policy(nodes={"linear": "FP16"}), "FP16 gradients need a loss scale"),
+    "FP64": (modules("fc1", "fp64"), "use 'low', 'fp32' or 'keep'"),
+    "in two": (lambda: with_policy(low=["mm"], full=["aten.mm"]), "in both"),
+    "one text": (lambda: Policy(low="mm"), "give a collection"),
+    "a number": (lambda: Policy(low=[3]), "not an operator"),
     "class of modules": (lambda: Policy(full=[nn.LayerNorm]), "did you mean 'layer_norm'?"),
     "function": (lambda: Policy(full=[F.softmax]), "did you mean 'softmax'?"),
     "operator": (lambda: with_policy(full=["torch.softmax"]), "no operator 'torch::softmax'; did"),

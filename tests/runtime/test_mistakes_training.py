@@ -103,7 +103,10 @@ def traced() -> None:
 REFUSED: dict[str, tuple[Loop, str]] = {
     "half": (cast(lambda m: m.half()), "It was cast after mpcompile()"),
     "bfloat16": (cast(lambda m: m.bfloat16()), "copy.deepcopy(model).to(dtype)"),
-    "meta": (cast(lambda m: m.to("meta")), "is on meta; supported devices: cuda, cpu. It was"),
+    "meta": (
+        cast(lambda m: m.to("meta")),
+        "is on meta; supported devices: cuda, cpu. It was moved there after mpcompile()",
+    ),
     "forward": (autocast_forward, "was replaced by one under autocast(torch.bfloat16)"),
     "sparse": (sparse, "make it dense (nn.Embedding(sparse=False)), or use the plain torch.optim"),
     "double backward": (penalty, "inside of what is compiled"),

@@ -1,7 +1,5 @@
-"""Models at O2 with an MPOptimizer, a step of theirs, and their gradients compared with FP64."""
+"""Models at O2 with an MPOptimizer, and a step of theirs."""
 
-import copy
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -49,25 +47,3 @@ def one_step(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int = 0) 
     model(x).square().mean().backward()
     optimizer.step()
     optimizer.zero_grad()
-
-
-def true_gradients(model: nn.Module) -> dict[str, torch.Tensor]:
-    found = {}
-    for name, p in model.named_parameters():
-        found[name] = p.grad.double()
-    return found
-
-
-def check_against_fp64(model: nn.Module, run: Callable[[nn.Module], None]) -> None:
-    reference = copy.deepcopy(model).double()
-    run(model)
-    run(reference)
-    for (name, got), wanted in zip(
-        true_gradients(model).items(), reference.parameters(), strict=True
-    ):
-        error = (got - wanted.grad).norm() / wanted.grad.norm()
-        assert error < 2e-2, f"{name}: {error}"
-
-
-def dtype_of(model: nn.Module) -> torch.dtype:
-    return next(model.parameters()).dtype

@@ -39,17 +39,20 @@ def infinite(): return Net(), (torch.ones(8, 8),), {}, lambda y: y.sum() * float
 def lossless(): return Net(), (torch.ones(8, 8),), {}, lambda y: y
 def unnamed(): return Net(), (torch.ones(8, 8),), {}, 3
 def five(): return Net(), (torch.ones(8, 8),), {}, None, None
-def one(): return Net()
-def tensor(): return Net(), torch.ones(8, 8)
-def swapped(): return (torch.ones(8, 8),), Net()
+
+def linear(): return nn.Linear(8, 8), (torch.ones(8, 8),)
+def one(): return nn.Linear(8, 8)
+def tensor(): return nn.Linear(8, 8), torch.ones(8, 8)
+def swapped(): return (torch.ones(8, 8),), nn.Linear(8, 8)
 def fails(): raise OSError("no such weights")
-number, net = 3, Net()
+number = 3
+net = nn.Linear(8, 8)
 """
 
 
 @pytest.fixture
 def nets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The module `some_nets` in the current directory, forgotten afterwards, and a broken one."""
+    """The module `some_nets` in the current directory, forgotten afterwards; and one that fails."""
     (tmp_path / "some_nets.py").write_text(NETS)
     (tmp_path / "broken_nets.py").write_text("import not_there_either\n")
     monkeypatch.chdir(tmp_path)
