@@ -65,8 +65,9 @@ FP16 = {
 @pytest.mark.parametrize(("value", "kind"), FP16.items())
 def test_shares_at_the_thresholds_of_fp16(value: float, kind: str) -> None:
     exact = numbers(value, 1.0, -1.0, 0.0, inf, dtype=torch.float64)
-    wanted = Shares(**{kind: 1 / 3} if kind else {})
-    assert Shares.of([exact], torch.float16) == wanted, "of those that are finite and not zero"
+    wanted, found = Shares(**{kind: 1 / 3} if kind else {}), Shares.of([exact], torch.float16)
+    assert found == wanted, "of those that are finite and not zero"
+    assert found.count == 3
     assert Shares.of([exact / 1024], torch.float16, scale=1024) == wanted
 
 

@@ -9,6 +9,7 @@ import browser
 import pytest
 import torch
 from browser import driver as driver
+from module_of import module_of
 from reports import EVIL, faulty, node, numbers
 from torch import nn
 
@@ -20,21 +21,13 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 
 
-class Net(nn.Module):
-    """Its second layer makes 16 * 16 * 1000 of ones, which is more than FP16 holds."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(16, 16, bias=False), nn.Linear(16, 16, bias=False)
-        nn.init.constant_(self.up.weight, 1.0)
-        nn.init.constant_(self.down.weight, 1000.0)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.relu(self.down(self.up(x)))
-
-
 def overflowing() -> Report:
-    return diagnose(Net(), torch.ones(8, 16), dtype=torch.float16)
+    """Its second layer makes 16 * 16 * 1000 of ones, which is more than FP16 holds."""
+    up, down = nn.Linear(16, 16, bias=False), nn.Linear(16, 16, bias=False)
+    nn.init.constant_(up.weight, 1.0)
+    nn.init.constant_(down.weight, 1000.0)
+    model = module_of(lambda m, x: torch.relu(m.down(m.up(x))), up=up, down=down)
+    return diagnose(model, torch.ones(8, 16), dtype=torch.float16)
 
 
 def several() -> Report:

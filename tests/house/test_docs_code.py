@@ -1,13 +1,16 @@
 """Every block of Python in every document runs; one that can't says so on its page.
 
 The blocks of a page are pasted one after the other into an empty file, which is run in a folder of
-its own, through Inductor.
+its own, through Inductor. The recipe of docs/ci.md is run as it stands.
 """
 
 import csv
+import json
 import logging
 import re
 import runpy
+import shlex
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,14 +18,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from documents import DOCUMENTS, README, blocks
+from documents import COMMAND, DOCUMENTS, README, blocks, fenced
 from repository import ROOT
 
-from mpcompile import compiled_plans
+from mpcompile import cli, compiled_plans
 from mpcompile.devices.registry import capabilities
 
 NOT_RUN = re.compile(r"^\*Not run by the tests: [^*]+\*\n\n(```python\n.*?^```$)", re.M | re.S)
-ELSEWHERE = {README, ROOT / "docs" / "ci.md"}  # below, and in test_docs_ci.py
+ELSEWHERE = {README, ROOT / "docs" / "ci.md"}  # below
 
 
 def runnable(document: Path) -> list[str]:
@@ -92,3 +95,50 @@ def test_what_is_not_run_says_so() -> None:
     text = "*Not run by the tests: it needs a Cray.*\n\n```python\n1 / 0\n```\n"
     assert NOT_RUN.search(text)
     assert not NOT_RUN.search(text.replace("Not run", "Never run"))
+
+
+# -- the recipe of docs/ci.md ----------------------------------------------------------------------
+
+
+CI = ROOT / "docs" / "ci.md"
+
+
+@pytest.fixture
+def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, list[list[str]]]:
+    """The commands of the page, by their names; the factories stand in `nets.py`."""
+    (tmp_path / "nets.py").write_text("\n".join(blocks(CI)))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.delitem(sys.modules, "nets", raising=False)
+    found: dict[str, list[list[str]]] = {}
+    for name, arguments in re.findall(COMMAND, fenced(CI), re.M):
+        found.setdefault(name, []).append([name, *shlex.split(arguments)])
+    return found
+
+
+@pytest.mark.slow("runs what the documents show")
+def test_explain(
+    recipe: dict[str, list[list[str]]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    conditions, keep, diff, why = recipe["explain"]
+    assert cli.main(conditions) == 0, capsys.readouterr().err
+    assert (tmp_path / "plan.html").exists()
+    capsys.readouterr()
+    *keep, redirected, path = keep
+    assert redirected == ">"
+    assert cli.main(keep) == 0
+    (tmp_path / path).write_text(capsys.readouterr().out)
+    assert json.loads((tmp_path / path).read_text())["model"] == "GPT"
+    assert cli.main(diff) == 0
+    assert capsys.readouterr().out == "the plans are equal\n"
+    assert cli.main(why) == 0
+    assert "layer_norm" in capsys.readouterr().out
+    assert cli.main([*conditions, "--device", "p100"]) == 1  # it has no Tensor Cores
+    assert "P100-SXM2-16GB has no Tensor Cores for float16" in capsys.readouterr().err
+
+
+@pytest.mark.slow("runs what the documents show")
+def test_diagnose(recipe: dict[str, list[list[str]]], capsys: pytest.CaptureFixture[str]) -> None:
+    (diagnose,) = recipe["diagnose"]
+    assert cli.main(diagnose) == 0, capsys.readouterr().err
+    assert Path("report.html").exists()

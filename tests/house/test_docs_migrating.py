@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from documents import README, blocks
 from loops import TOLERANCE, assert_moved_alike
+from module_of import module_of
 from repository import ROOT
 from torch import nn
 
@@ -25,20 +26,17 @@ def run(block: str, names: Names) -> Names:
     return names
 
 
-class Net(nn.Module):
+def net() -> Any:
     """What the page calls `model`: (B, 16) -> (B, 8)."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(16, 16)
-        self.blocks = nn.ModuleList([nn.Linear(16, 16)])
-        self.lm_head = nn.Linear(16, 8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = torch.relu(self.up(x))
-        for block in self.blocks:
+    def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
+        x = torch.relu(m.up(x))
+        for block in m.blocks:
             x = x + F.gelu(block(x))
-        return self.lm_head(x)
+        return m.lm_head(x)
+
+    blocks = nn.ModuleList([nn.Linear(16, 16)])
+    return module_of(forward, up=nn.Linear(16, 16), blocks=blocks, lm_head=nn.Linear(16, 8))
 
 
 @pytest.fixture
@@ -83,7 +81,7 @@ AFTER_ALONE = HALF.findall(PAGE.read_text())
 def given(*, after: bool, compiled: bool) -> dict[str, Any]:
     """What the page takes as given. The model is plain where the block compiles it."""
     torch.manual_seed(0)
-    model, other = Net(), torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Linear(16, 8))
+    model, other = net(), torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Linear(16, 8))
     names = {
         "torch": torch, "F": F, "copy": copy, "device": "cpu", "model": model, "other": other,
         "mpcompile": functools.partial(mpcompile, dtype=torch.float16),

@@ -1,4 +1,4 @@
-"""Architectures from elsewhere: `explain`, `diagnose`, and an overflow in a random layer."""
+"""Ten architectures of transformers: `explain`, `diagnose`, and an overflow in a random layer."""
 
 import random
 import zlib
@@ -11,8 +11,11 @@ from torch import nn
 from mpcompile import diagnose, explain
 
 pytest.importorskip("transformers")
-from hf_models import NAMES, made
+from benchmarks.zoo.catalogue import HUGGING_FACE
 
+NAMES = (
+    "gpt2", "llama", "mistral", "qwen3", "opt", "bert", "distilbert", "t5", "vit", "wav2vec2",
+)  # fmt: skip
 REST = pytest.mark.sweep("the zoo of transformers")
 
 # torch warns, while Dynamo traces transformers, of what transformers does.
@@ -20,6 +23,13 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 SAMPLE = ("gpt2", "vit")
 EACH = [pytest.param(name, marks=[] if name in SAMPLE else REST) for name in NAMES]
+
+
+def made(name: str) -> tuple[nn.Module, dict[str, Any]]:
+    """The model, and the arguments of a call that computes its loss."""
+    entry = HUGGING_FACE[name]
+    torch.manual_seed(0)
+    return entry.build(), entry.draw(torch.Generator().manual_seed(1))
 
 
 @pytest.mark.slow("models of transformers")

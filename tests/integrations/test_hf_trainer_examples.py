@@ -1,4 +1,4 @@
-"""The examples of Hugging Face's Trainer and of Accelerate, as a user would run them."""
+"""Examples of Hugging Face's Trainer and of Accelerate, as they are run, or with fewer steps."""
 
 import subprocess
 import sys
@@ -32,3 +32,24 @@ def test_as_a_script(example: ModuleType) -> None:
     file = str(example.__file__)
     done = subprocess.run([sys.executable, file], capture_output=True, text=True, check=True)
     assert "loss" in done.stdout
+
+
+def test_masters_keep_what_bf16_weights_lose() -> None:
+    pytest.importorskip("peft")
+    from examples import finetune_bf16
+
+    found = finetune_bf16.compare(80, emit="eager")
+    plain, hand, ours = (found[name] for name in ("bf16, plain", "by hand", "mpcompile"))
+    trainer = found["Trainer, bf16=True"]
+    gained = plain.loss - hand.loss
+    assert gained > 1.0
+    assert ours.loss == pytest.approx(hand.loss, abs=0.02 * gained)
+    assert ours.loss == pytest.approx(trainer.loss, abs=0.05 * gained)
+    # Weights, gradients, moments; and masters; and gradients in FP32 for these.
+    assert plain.bytes == pytest.approx(2 + 2 + 8 / 2, abs=0.01)
+    assert ours.bytes == pytest.approx(2 + 2 + 4 + 8, abs=0.01)
+    assert hand.bytes == pytest.approx(2 + 2 + 4 + 4 + 8, abs=0.01)
+    assert trainer.bytes == pytest.approx(4 + 4 + 8, abs=0.01)
+    low, wide = found["LoRA, mpcompile"], found["LoRA, Trainer, bf16=True"]
+    assert low.loss == pytest.approx(wide.loss, rel=0.2)
+    assert 2.0 < low.bytes < wide.bytes - 1.8  # two bytes less for each weight of the base

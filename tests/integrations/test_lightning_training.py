@@ -74,16 +74,6 @@ class ClipsAtTimes(Scheduled):
             self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
 
 
-@pytest.mark.slow("trains by a trainer of others")
-@pytest.mark.parametrize("way", [way for way in WAYS if "compiled" in way])
-def test_a_hook_that_clips_at_times_is_obeyed(way: str) -> None:
-    plain = fitted(made(ClipsAtTimes), **CLIPPED["norm"])
-    module = fitted(made(ClipsAtTimes), **CLIPPED["norm"], **plugin(way))
-    assert 0 < distance(module, plain) < CLOSE
-    for always in ("norm", "not"):
-        assert distance(plain, fitted(made(Scheduled), **CLIPPED[always])) > 4 * CLOSE
-
-
 class ClipsAtFirst(Callback):
     """Takes the clipping back after the first epoch."""
 
@@ -92,13 +82,19 @@ class ClipsAtFirst(Callback):
 
 
 @pytest.mark.slow("trains by a trainer of others")
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("way", [way for way in WAYS if "compiled" in way])
-def test_a_norm_that_changes_while_training_is_heeded(way: str) -> None:
-    options: dict[str, Any] = {**CLIPPED["norm"], "callbacks": [ClipsAtFirst()]}
-    plain = fitted(made(Scheduled), **options)
-    module = fitted(made(Scheduled), **options, **plugin(way))
+@pytest.mark.parametrize("by", ["a hook", "a callback"])
+def test_clipping_that_changes_while_training_is_heeded(by: str, way: str) -> None:
+    kind = ClipsAtTimes if by == "a hook" else Scheduled
+    options: dict[str, Any] = {**CLIPPED["norm"]}
+    if by == "a callback":
+        options["callbacks"] = [ClipsAtFirst()]
+    plain = fitted(made(kind), **options)
+    module = fitted(made(kind), **options, **plugin(way))
     assert 0 < distance(module, plain) < CLOSE
-    assert distance(plain, fitted(made(Scheduled), **CLIPPED["norm"])) > 4 * CLOSE
+    for always in ("norm", "not"):
+        assert distance(plain, fitted(made(Scheduled), **CLIPPED[always])) > 4 * CLOSE
 
 
 class Watching(Callback):

@@ -218,19 +218,6 @@ def test_the_layout_of_a_graph(
     assert GraphInputs.of(graph) == GraphInputs(3, copies, scaled)
 
 
-def test_a_call_is_assembled() -> None:
-    inputs = GraphInputs(3, {1: 1, 3: 2}, scaled=True)
-    given, copies, scaling = ["x", "w", "v"], ["w_low", "v_low"], ["scale", "found"]
-    call = inputs.assembled(given, copies, scaling)
-    assert call == ["x", "w_low", "v", "v_low", "scale", "found"]
-    assert given == ["x", "w", "v"]
-    assert inputs.scaling_apart(call) == (["x", "w_low", "v", "v_low"], "scale", "found")
-
-
-def test_without_extra_inputs_a_call_stays_as_it_is() -> None:
-    assert GraphInputs(2).assembled(("x", "w")) == ["x", "w"]
-
-
 def test_copies_are_as_many_as_the_graph_reads() -> None:
     with pytest.raises(ValueError, match="shorter"):
         GraphInputs(3, {1: 1, 3: 2}).assembled(["x", "w", "v"], ["w_low"])

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from miniature import HOWS, Net, assert_same, compiled, leaf, results_and_grads
+from miniature import HOWS, Net, compiled, leaf, results_and_grads
 from module_of import function_of
 from repository import ROOT, SUPPORT
 from torch import fx
@@ -19,17 +19,6 @@ pytestmark = [pytest.mark.inside, pytest.mark.usefixtures("own_inductor_cache", 
 
 
 # -- forward and backward --------------------------------------------------------------------------
-
-
-@pytest.mark.slow_rows("compiles by Inductor")
-@pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize("how", HOWS)
-def test_forward_and_gradients(how: str, dynamic: bool) -> None:
-    net = Net()
-    fast = compiled(net, how, dynamic=dynamic)
-    for batch in (5, 4):
-        assert_same(net, fast, leaf(batch, 6), parameters=list(net.parameters()))
-    assert net.norm.num_batches_tracked == 4
 
 
 @pytest.mark.slow("compiles by Inductor")

@@ -1,20 +1,69 @@
 """Padding is exact for every kind of product, over odd sizes, forward and backward; and through
 chains of products, whatever stands between two of them.
+
+By default a few sizes of each program are drawn. Many of them, at O1 and O2:
+
+    pytest -m sweep tests/padding/test_padding_products.py -n 2
+
+takes about 20 minutes on 2 cores.
 """
 
+import inspect
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from exact import assert_exact
-from hypothesis import assume
+from hypothesis import HealthCheck, Phase, assume, given, settings
 from hypothesis import strategies as st
 from module_of import module_of
-from padding_checks import FEW, SIZES, all_aligned, drawn
 from torch import Tensor, nn
 
 from mpcompile import ir
+
+SIZES = st.integers(1, 67)
+FEW = st.integers(1, 19)
+EXAMPLES = settings(
+    deadline=None,
+    derandomize=True,
+    phases=[Phase.explicit, Phase.generate],  # shrinking recompiles for minutes
+    suppress_health_check=list(HealthCheck),
+)
+
+
+def drawn(few: int, many: int = 100, **strategies: Any) -> Callable[[Any], Any]:
+    """A test of a property: on `few` examples by default, on `many` in the whole run."""
+
+    def decorate(check: Callable[..., None]) -> Callable[..., None]:
+        def test(examples: int, **given_: Any) -> None:
+            def one(**drawn_: Any) -> None:
+                check(**drawn_, **given_)
+
+            settings(EXAMPLES, max_examples=examples)(given(**strategies)(one))()
+
+        rest = [p for n, p in inspect.signature(check).parameters.items() if n not in strategies]
+        examples = inspect.Parameter("examples", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        test.__signature__ = inspect.Signature([examples, *rest])  # type: ignore[attr-defined]
+        test.__name__, test.__doc__ = check.__name__, check.__doc__
+        test.__dict__.update(check.__dict__)
+        marks = [pytest.mark.sweep("many random sizes")]
+        return pytest.mark.parametrize("examples", [few, pytest.param(many, marks=marks)])(test)
+
+    return decorate
+
+
+def all_aligned(program: Any, *inputs: Any, **options: Any) -> None:
+    """Padding is exact, and leaves no dim of any product unaligned."""
+    backend = assert_exact(program, *inputs, **options)
+    found = [a for g in backend.graphs for n in g.graph.nodes if (a := ir.alignment(n))]
+    assert found, "no product in the graph"
+    for alignment in found:
+        assert alignment.after == (), alignment.reason
+        if alignment.before:
+            assert alignment.padded
+
 
 # -- products --------------------------------------------------------------------------------------
 
@@ -178,50 +227,6 @@ def test_conv_bias_relu_conv(channels: int, hidden: int, out: int, last: bool) -
     net = nn.Sequential(nn.Conv2d(channels, hidden, 3), nn.ReLU(), nn.Conv2d(hidden, out, 3))
     x = torch.randn(2, channels, 7, 7)
     all_aligned(net, x.contiguous(memory_format=torch.channels_last) if last else x)
-
-
-class Attention(nn.Module):
-    """Heads of 20, as ESM's are."""
-
-    def __init__(self, heads: int, head: int) -> None:
-        super().__init__()
-        self.heads = heads
-        self.qkv, self.out = nn.Linear(heads * head, 3 * heads * head), nn.Linear(heads * head, 13)
-
-    def forward(self, x: Tensor) -> Tensor:
-        b, t, width = x.shape
-        q, k, v = (
-            part.view(b, t, self.heads, -1).transpose(1, 2)
-            for part in self.qkv(x).split(width, dim=-1)
-        )
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.out(y.transpose(1, 2).reshape(b, t, width))
-
-
-@pytest.mark.parametrize(("heads", "head"), [(3, 20), (2, 7), (1, 1)])
-def test_attention_with_an_odd_head(heads: int, head: int) -> None:
-    all_aligned(Attention(heads, head), torch.randn(2, 5, heads * head))
-
-
-class Tied(nn.Module):
-    """A 101-word vocabulary whose embedding is the head, too."""
-
-    def __init__(self, words: int = 101, width: int = 20) -> None:
-        super().__init__()
-        self.words = nn.Embedding(words, width)
-        self.block = nn.Linear(width, width)
-
-    def forward(self, idx: Tensor, targets: Tensor) -> Tensor:
-        x = self.words(idx)
-        x = x + F.gelu(self.block(x))
-        logits = F.linear(x, self.words.weight)
-        return F.cross_entropy(logits.view(-1, logits.shape[-1]), targets.view(-1))
-
-
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_a_tied_embedding_and_head(level: str) -> None:
-    tokens = torch.randint(101, (2, 6))
-    all_aligned(Tied(), tokens, tokens.roll(1), level=level)
 
 
 @pytest.mark.parametrize("level", ["O1", "O2"])

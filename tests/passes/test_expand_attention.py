@@ -1,6 +1,7 @@
 """expand_attention: BF16 attention on the CPU as two products around an FP32 softmax."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -160,37 +161,31 @@ def test_symbolic_batch_sizes() -> None:
         torch.testing.assert_close(actual, expected, atol=3e-2, rtol=3e-2)
 
 
-@pytest.mark.slow("compiles by Inductor, or a deep model")
-@pytest.mark.parametrize("causal", [True, False])
-def test_symbolic_lengths_under_dropout(causal: bool) -> None:
-    """A causal mask of an unknown size stays inside the kernel; without one, any length is fine."""
-
+@pytest.mark.parametrize(
+    ("dim", "sizes", "more", "kernels"),
+    [
+        # A causal mask of an unknown size stays inside of the kernel.
+        pytest.param(2, (16, 24), {"is_causal": True, "dropout_p": 0.1}, 1,
+                     marks=pytest.mark.slow("compiles by Inductor, or a deep model")),
+        pytest.param(2, (16, 24), {"dropout_p": 0.1}, 0,
+                     marks=pytest.mark.slow("compiles by Inductor, or a deep model")),
+        # The scale is one over the root of this size, unless it is given.
+        (3, (8,), {}, 1),
+        (3, (8,), {"scale": 0.25}, 0),
+    ],
+)  # fmt: skip
+def test_symbolic_lengths_and_head_sizes(
+    dim: int, sizes: tuple[int, ...], more: dict[str, Any], kernels: int
+) -> None:
     def program(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=causal, dropout_p=0.1)
+        return F.scaled_dot_product_attention(q, k, v, **more)
 
     compiled = mpcompile(program, dtype=torch.bfloat16, emit="aot_eager", strict=True)
-    for length in (16, 24):
-        inputs = qkv(2, 3, length, 8)
+    for size in sizes:
+        inputs = qkv(*(2, 3, 16, 8)[:dim], size, *(2, 3, 16, 8)[dim + 1 :])
         for x in inputs:
-            torch._dynamo.mark_dynamic(x, 2)
+            torch._dynamo.mark_dynamic(x, dim)
         compiled(*inputs).sum().backward()
         assert all(x.grad is not None and x.grad.isfinite().all() for x in inputs)
     (plan,) = compiled_plans(compiled)
-    kernels = sum(n.op == f"aten::{ATTENTION}" for n in plan.nodes)
-    assert kernels == int(causal)
-
-
-@pytest.mark.parametrize("scale", [None, 0.25])
-def test_symbolic_head_sizes(scale: float | None) -> None:
-    """The scale is one over the root of this size, unless it is given."""
-
-    def program(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(q, k, v, scale=scale)
-
-    compiled = mpcompile(program, dtype=torch.bfloat16, emit="aot_eager", strict=True)
-    inputs = qkv(2, 3, 16, 8)
-    for x in inputs:
-        torch._dynamo.mark_dynamic(x, 3)
-    compiled(*inputs).sum().backward()
-    (plan,) = compiled_plans(compiled)
-    assert sum(n.op == f"aten::{ATTENTION}" for n in plan.nodes) == int(scale is None)
+    assert sum(n.op == f"aten::{ATTENTION}" for n in plan.nodes) == kernels

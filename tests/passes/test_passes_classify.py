@@ -7,8 +7,6 @@ import torch
 import torch.nn.functional as F
 from compare import leaf
 from graphs import Stage
-from module_of import module_of
-from torch import nn
 
 from mpcompile.passes.graph.classify import classify
 from mpcompile.rules.policy import Policy, Precision
@@ -36,50 +34,6 @@ special_bessel_j0: KEEP [table]
 add: FOLLOW [table]
 """)
     assert stage.mark("gelu").reason == "activation that grows no faster than its input"
-
-
-def test_policy_beats_the_table_node_before_module_before_operator() -> None:
-    policy = Policy(
-        low=["softmax"],
-        full=["linear"],
-        modules={"^a$": "low", "^b$": "keep"},
-        nodes={"linear_1": "fp32"},
-    )
-    net = module_of(lambda m, x: m.b(m.a(x)).softmax(-1), a=nn.Linear(4, 4), b=nn.Linear(4, 4))
-    stage = Stage(classify, net, leaf(2, 4), policy=policy)
-    stage.run()
-    stage.expect_marks("""\
-linear: LOW [policy]
-linear_1: FULL [policy]
-softmax: LOW [policy]
-""")
-    assert stage.mark("linear").reason == "policy: module '^a$'"
-
-
-def test_autocast_regions_of_the_users() -> None:
-    def regions(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        with torch.autocast("cpu", enabled=False):
-            a = F.linear(x, w)
-        with torch.autocast("cpu", torch.bfloat16):
-            b = F.linear(x, w)
-        return a + b.float()
-
-    stage = Stage(classify, regions, leaf(2, 4), leaf(4, 4))
-    stage.run()
-    assert stage.mark("linear").precision is Precision.KEEP
-    assert stage.mark("linear_1").precision is Precision.LOW
-    assert stage.mark("linear_1").low is torch.bfloat16
-
-
-def test_without_a_kernel_full() -> None:
-    stage = Stage(
-        classify, program, leaf(8, 16), leaf(16, 16),
-        has_kernel=lambda node: node.target is not torch.ops.aten.gelu.default,
-    )  # fmt: skip
-    stage.run()
-    assert stage.mark("gelu").precision is Precision.FULL
-    assert stage.mark("gelu").reason == "no f16 kernel on cpu"
-    assert stage.mark("linear").precision is Precision.LOW
 
 
 def other_dtypes(x: torch.Tensor, w: torch.Tensor) -> Any:
@@ -117,16 +71,3 @@ def test_hands_off(kept: Any, reason: str) -> None:
     assert reason in {mark.reason for mark in marks.values()}
     low = {name for name, mark in marks.items() if mark.precision is Precision.LOW}
     assert low == set()
-
-
-def test_aliases_of_written_memory_share_its_fate() -> None:
-    def aliases(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        h = F.linear(x, w)
-        row = h.t()[0]
-        h.detach().mul_(2)
-        return row + 1
-
-    stage = Stage(classify, aliases, torch.randn(4, 4), torch.randn(4, 4), dynamic=True)
-    stage.run()
-    for name in ("linear", "t", "select", "detach"):
-        assert stage.mark(name).precision is Precision.KEEP

@@ -234,15 +234,3 @@ def test_integers_themselves_are_exact_for_one_product(program: Any) -> None:
     stage.run()
     assert stage.mark("linear").precision is Precision.FULL
     assert stage.mark("linear_1").precision is Precision.LOW
-
-
-def test_an_angle_stays_exact_after_a_product() -> None:
-    def program(x: torch.Tensor, w: torch.Tensor, n: torch.Tensor) -> torch.Tensor:
-        angles = torch.einsum("i,j->ij", n.float(), w[0])
-        return F.linear(x, w) * torch.cat([angles[:, :2], angles[:, 2:]], 1).cos()
-
-    stage = Stage(guard_constants, program, leaf(3, 4), leaf(4, 4), torch.ones(3).long())
-    stage.run()
-    assert stage.mark("linear").precision is Precision.LOW
-    full = {n.name for n in stage.gm.graph.nodes if "mp" in n.meta} & set(pinned(stage))
-    assert {"einsum", "cat"} <= full

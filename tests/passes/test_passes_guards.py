@@ -53,30 +53,6 @@ def test_one_result_alone() -> None:
     assert stage.marks == before
 
 
-def test_a_view_that_is_tracked_though_made_under_no_grad() -> None:
-    def program(x: Tensor, w: Tensor) -> Any:
-        h = F.linear(x, w)
-        with torch.no_grad():
-            return h.view(-1), h.relu()
-
-    stage = ran_twice(guard_aliases, program, leaf(8, 16), leaf(16, 16))
-    stage.expect_marks("""\
-linear: LOW [table]
-_set_grad_enabled: KEEP [captured]
-view: FULL [alias]
-relu: FOLLOW [table]
-_set_grad_enabled_1: KEEP [captured]
-""")
-
-
-def test_the_users_word_is_not_overruled() -> None:
-    policy = Policy(nodes={"view": "low"})
-    stage = Stage(guard_aliases, whole_and_view, leaf(8, 16), leaf(16, 16), policy=policy)
-    before = stage.marks
-    stage.run()
-    assert stage.marks == before
-
-
 def test_without_it_the_specification_refuses_the_graph(monkeypatch: Any) -> None:
     def nothing(gm: torch.fx.GraphModule, config: Any) -> bool:
         return False
@@ -278,42 +254,3 @@ def test_a_graph_that_compares_otherwise_is_refused() -> None:
     node.replace_all_uses_with(node.args[0])
     with pytest.raises(spec.SpecError, match="compares gelu"):
         mpcompile.plans.pipeline.verify(made.gm, "clean")
-
-
-def net(of: Program) -> Any:
-    def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
-        found = of(F.gelu(m.first(x)))
-        return m.last(found.float()) if found.shape[-1] == 96 else found.float() + 0 * x.sum()
-
-    return module_of(forward, first=nn.Linear(96, 96), last=nn.Linear(96, 8))
-
-
-def numbers(run: Any, model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
-    x = x.clone().requires_grad_()
-    model.zero_grad()
-    result = run(x)
-    (result.double() * torch.linspace(-1, 1, result.numel()).view(result.shape)).sum().backward()
-    return [result.detach(), *(t.grad for t in (x, *model.parameters()) if t.grad is not None)]
-
-
-def matches_op_by_op(of: Program, dtype: torch.dtype, level: str) -> None:
-    """Compiled, without being compared with anything, it gives what the same graph gives run
-    operator by operator.
-    """
-    torch.manual_seed(0)
-    model, x = net(of), torch.randn(4, 64, 96)
-    options = {"dtype": dtype, "level": level}
-    run = mpcompile.mpcompile(model, verify=False, **options)
-    compiled = numbers(run, model, x)
-    torch._dynamo.reset()
-    wanted = numbers(mpcompile.mpcompile(model, emit="eager", **options), model, x)
-    for mine, true in zip(compiled, wanted, strict=True):
-        assert float((mine.double() - true.double()).norm()) <= 0.02 * float(true.double().norm())
-
-
-@pytest.mark.slow("compiles by Inductor")
-@pytest.mark.parametrize("level", ["O1", "O2"])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
-@pytest.mark.parametrize("name", ["amax", "aminmax", "topk", "max", "max_unpool", "kthvalue"])
-def test_under_inductor(name: str, dtype: torch.dtype, level: str) -> None:
-    matches_op_by_op(COMPARING[name], dtype, level)

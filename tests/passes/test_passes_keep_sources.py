@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from mpcompile import MPCompileWarning, compiled_plans, ir, mpcompile
+from mpcompile import MPCompileWarning, ir, mpcompile
 from mpcompile.demo.train import bytes_saved_for_backward
 from mpcompile.devices.cpu import CPU
 from mpcompile.ir import aten
@@ -151,14 +151,9 @@ def test_a_weight_is_cast_again_where_memory_is_asked_for(monkeypatch: pytest.Mo
 
 
 def test_a_fused_head_wants_the_loss_alone() -> None:
-    model, x_y = made(), batch()
-    fused = mpcompile(lambda *xy: model(*xy)[0], dtype=BF16, emit="aot_eager", fuse_head=True)
-    fused(*x_y).backward()
-    (plan,) = compiled_plans(fused)
-    assert any("linear_cross_entropy" in node.op for node in plan.nodes)
     both = mpcompile(made(), dtype=BF16, emit="aot_eager", fuse_head=True)
     with pytest.warns(MPCompileWarning, match="returns the loss alone: `mpcompile"):
-        both(*x_y)
+        both(*batch())
 
 
 def test_autograd_notices_that_a_weight_was_written() -> None:

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from compare import SETTINGS, check, leaf
 from exact import CORES, assert_exact
-from graphs import Stage, ran_twice
+from graphs import Stage
 from padded_graphs import PAD, SLICE, Chain, alignments, nodes, ours, pads_of_weights, placed
 from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
@@ -119,39 +119,6 @@ def test_a_symbol_that_is_known_to_be_a_multiple_is_left_alone() -> None:
     stage = placed(program, x, leaf(32, 24))
     assert ours(stage, PAD) == ours(stage, SLICE) == []
     assert all(found.before == () for found in alignments(stage).values())
-
-
-def test_symbolic_sizes() -> None:
-    """The amounts are computed once, in the graph."""
-
-    def program(x: Tensor, w: Tensor) -> Tensor:
-        h = F.linear(x, w)
-        return (h @ h.t()).softmax(-1)
-
-    x = leaf(9, 16)
-    torch._dynamo.mark_dynamic(x, 0)
-    stage = ran_twice(place_pads, program, x, leaf(24, 16), pad="always", cores=CORES)
-    stage.expect_text("""\
-x_size_0: SymInt = input
-x: f32[s0, 16] = input
-w: f32[24, 16] = input
-size: SymInt = mul(-1, x_size_0)
-size_1: SymInt = add(7, x_size_0)
-size_2: SymInt = floordiv(size_1, 8)
-size_3: SymInt = mul(8, size_2)
-size_4: SymInt = add(size, size_3)
-w_f16: f16[24, 16] = to(w, f16)
-x_f16: f16[s0, 16] = to(x, f16)
-x_f16_padded: f16[8*(((s0 + 7)//8)), 16] = constant_pad_nd(x_f16, [0, 0, 0, size_4])
-linear: f16[8*(((s0 + 7)//8)), 24] = linear(x_f16_padded, w_f16)
-t: f16[24, 8*(((s0 + 7)//8))] = t(linear)
-matmul: f16[8*(((s0 + 7)//8)), 8*(((s0 + 7)//8))] = matmul(linear, t)
-matmul_cut: f16[s0, 8*(((s0 + 7)//8))] = slice(matmul, 0, 0, x_size_0)
-matmul_cut_1: f16[s0, s0] = slice(matmul_cut, 1, 0, x_size_0)
-matmul_f32: f32[s0, s0] = to(matmul_cut_1, f32)
-softmax: f32[s0, s0] = softmax(matmul_f32, -1)
-return softmax
-""")
 
 
 def test_idempotent() -> None:

@@ -54,27 +54,6 @@ def test_leaves_a_graph_of_fp32_alone() -> None:
     assert not stage.run()
 
 
-def test_symbolic_sizes() -> None:
-    def program(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        return F.linear(x[1:].reshape(-1, 4), w)
-
-    x = leaf(3, 4)
-    torch._dynamo.mark_dynamic(x, 0)
-    stage = ran_twice(place_casts, program, x, leaf(5, 4))
-    stage.expect_text("""\
-x_size_0: SymInt = input
-x: f32[s0, 4] = input
-w: f32[5, 4] = input
-w_f16: f16[5, 4] = to(w, f16)
-slice_1: f32[s0 - 1, 4] = slice(x, 0, 1, 9223372036854775807)
-slice_1_f16: f16[s0 - 1, 4] = to(slice_1, f16)
-reshape: f16[s0 - 1, 4] = reshape(slice_1_f16, [-1, 4])
-linear: f16[s0 - 1, 5] = linear(reshape, w_f16)
-linear_f32: f32[s0 - 1, 5] = to(linear, f32)
-return linear_f32
-""")
-
-
 def test_cast_stands_where_the_value_was_made() -> None:
     """Not in the no_grad region that reads it first: the gradient would be cut for all readers."""
 
@@ -87,30 +66,6 @@ def test_cast_stands_where_the_value_was_made() -> None:
     stage = Stage(place_casts, program, leaf(3, 4), leaf(4, 4))
     stage.run()
     assert stage.node("linear").next.name == "linear_f32"
-
-
-def test_memory_that_is_written_is_cast_at_each_use() -> None:
-    def program(x: torch.Tensor, w: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
-        a = F.linear(state, w)
-        state.mul_(2)
-        return a + F.linear(state, w)
-
-    stage = Stage(place_casts, program, leaf(3, 4), torch.randn(4, 4), torch.randn(2, 4))
-    stage.run()
-    stage.expect_text("""\
-state: f32[2, 4] = input
-w: f32[4, 4] = input
-w_f16: f16[4, 4] = to(w, f16)
-state_f16: f16[2, 4] = to(state, f16)
-linear: f16[2, 4] = linear(state_f16, w_f16)
-linear_f32: f32[2, 4] = to(linear, f32)
-mul_: f32[2, 4] = mul_(state, 2)
-mul__f16: f16[2, 4] = to(mul_, f16)
-linear_1: f16[2, 4] = linear(mul__f16, w_f16)
-linear_1_f32: f32[2, 4] = to(linear_1, f32)
-add: f32[2, 4] = add(linear_f32, linear_1_f32)
-return add
-""")
 
 
 def test_mask_is_clamped_by_its_cast() -> None:

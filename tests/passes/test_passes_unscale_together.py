@@ -186,9 +186,12 @@ def test_what_is_unscaled_where_it_lies(case: str) -> None:
 # -- what it leaves --------------------------------------------------------------------------------
 
 
-def test_one_gradient_is_left() -> None:
-    gm = backward(lambda x: [x.sum(0)], [torch.randn(3, 4), SCALE])
-    assert not unscale_together(gm.graph)
+@pytest.mark.parametrize(
+    ("gradients", "mode"),
+    [(lambda x: [x.sum(0)], "fake"), (lambda x: [x.sum(0), x.sum(1)], "symbolic")],
+)
+def test_one_gradient_and_symbolic_sizes_are_left(gradients: Gradients, mode: str) -> None:
+    assert not unscale_together(backward(gradients, [torch.randn(3, 4), SCALE], mode=mode).graph)
 
 
 def test_gradients_that_are_read_are_left() -> None:
@@ -239,12 +242,6 @@ def test_two_gradients_that_are_the_same() -> None:
     inputs[0][0, 0] = torch.finfo(torch.float32).max
     inputs[0][1, 0] = inputs[0][0, 0]  # the sum of both, which is two of the gradients
     assert merged(*inputs)[-1] == 1.0
-
-
-def test_symbolic_sizes_are_left() -> None:
-    inputs = [torch.randn(3, 4), SCALE]
-    gm = backward(lambda x: [x.sum(0), x.sum(1)], inputs, mode="symbolic")
-    assert not unscale_together(gm.graph)
 
 
 def test_no_backward_is_left() -> None:

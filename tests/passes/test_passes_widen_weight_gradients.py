@@ -27,13 +27,18 @@ class OnCPU(fx.Interpreter):
         return super().call_function(target, args, kwargs)
 
 
-def widened(program: Any, *inputs: torch.Tensor) -> Joint:
-    """The joint graph, rewritten: its results are those of before, with bits that FP16 has not."""
+def results(program: Any, *inputs: torch.Tensor) -> tuple[Joint, Any, Any]:
+    """The joint graph, rewritten; what it gave before, and what it gives now."""
     joint = Joint(program, *inputs)
     with torch.no_grad():
         before = OnCPU(joint.gm, graph=joint.graph).run(*inputs)
         joint.run_twice()
-        after = OnCPU(joint.gm, graph=joint.graph).run(*inputs)
+        return joint, before, OnCPU(joint.gm, graph=joint.graph).run(*inputs)
+
+
+def widened(program: Any, *inputs: torch.Tensor) -> Joint:
+    """The joint graph, rewritten: its results are those of before, with bits that FP16 has not."""
+    joint, before, after = results(program, *inputs)
     torch.testing.assert_close(after, before, rtol=2**-9, atol=2**-9)
     assert all((wide != wide.half()).any() for wide in after)
     return joint
@@ -209,12 +214,7 @@ def test_only_a_product_with_one_number_hands_a_gradient_on(factor: str) -> None
 def test_numerics_against_fp64() -> None:
     """Sums beyond FP16's range are finite, and nearer to FP64 than what they replace."""
     x, tangents = (256 * torch.rand(512, 8)).half(), (1 + torch.rand(512, 6)).half()
-    inputs = weight(6, 8), weight(6), x, 16 * tangents
-    joint = Joint(with_a_bias, *inputs)
-    with torch.no_grad():
-        before = OnCPU(joint.gm, graph=joint.graph).run(*inputs)
-        joint.run_twice()
-        after = OnCPU(joint.gm, graph=joint.graph).run(*inputs)
+    _, before, after = results(with_a_bias, weight(6, 8), weight(6), x, 16 * tangents)
     expected = (16 * tangents.double()).T @ x.double(), (16 * tangents.double()).sum(0)
     assert before[0].isinf().all()
     for wide, exact, rounded in zip(after, expected, before, strict=True):

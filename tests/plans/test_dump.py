@@ -1,40 +1,37 @@
-"""Dumps and plans: readable, complete, true."""
+"""Dumps: readable, complete, true. And what torch's own trace gets: graphs, plans, steps."""
 
 import json
+import os
+import re
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
+from module_of import module_of
+from run_apart import ran
 from torch import nn
 
 from mpcompile import compiled_plans, mpcompile
 from mpcompile.plans.pipeline import PASSES
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.proj = nn.Linear(8, 8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.softmax(F.relu(self.proj(x), inplace=True), -1)  # the line of the softmax
+def block() -> nn.Module:
+    return module_of(
+        lambda m, x: F.softmax(F.relu(m.proj(x), inplace=True), -1), proj=nn.Linear(8, 8)
+    )
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([Block(), Block()])
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
+def net() -> nn.Module:
+    return module_of(lambda m, x: m.blocks(x), blocks=nn.Sequential(block(), block()))
 
 
 @pytest.fixture
 def dumped(tmp_path: Path) -> Path:
-    model = mpcompile(Net(), dtype=torch.float16, emit="eager", dump=tmp_path, strict=True)
+    model = mpcompile(net(), dtype=torch.float16, emit="eager", dump=tmp_path, strict=True)
     model(torch.randn(4, 8)).sum().backward()
     (plan,) = compiled_plans(model)
     assert plan.dump_dir.parent == tmp_path
@@ -69,18 +66,6 @@ def test_each_changed_line_says_why(dumped: Path) -> None:
     assert "[cast]" in cast
 
 
-def test_source_lines_and_module_paths_survive(dumped: Path) -> None:
-    plan = json.loads((dumped / "plan.json").read_text())
-    nodes = {node["name"]: node for node in plan["nodes"]}
-    assert nodes["linear_1"]["module"] == "blocks.1.proj"
-    this = Path(__file__)
-    line = 1 + next(
-        i for i, text in enumerate(this.read_text().splitlines()) if "line of the softmax" in text
-    )
-    assert nodes["softmax"]["source"] == f"{this.name}:{line}"
-    assert nodes["softmax"]["module"] == "blocks.0"
-
-
 def test_the_plan_is_json_with_the_reason_of_every_node(dumped: Path) -> None:
     plan = json.loads((dumped / "plan.json").read_text())
     assert (plan["level"], plan["dtype"], plan["device"]) == ("O1", "float16", "cpu")
@@ -96,28 +81,79 @@ def test_the_environment_variable_dumps_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MPCOMPILE_DUMP", str(tmp_path))
-    mpcompile(Net(), emit="eager")(torch.randn(4, 8))
+    mpcompile(net(), emit="eager")(torch.randn(4, 8))
     assert list(tmp_path.glob("graph_*/plan.json"))
 
 
-def test_a_plan_prints_a_line_a_node() -> None:
-    model = mpcompile(Net(), dtype=torch.float16, emit="eager")
-    model(torch.randn(4, 8))
-    (plan,) = compiled_plans(model)
-    text = plan.full().splitlines()
-    assert len(text) == 2 + len(plan.nodes)
-    assert text[0].startswith("O1 float16 on cpu: ")
-    assert any("softmax" in line and "FP32" in line and "exponentials" in line for line in text)
+# -- the trace ------------------------------------------------------------------------------------
 
 
-def test_a_plan_of_one_graph_in_short() -> None:
-    """As the plan of a model: a verdict, the products, the others; no casts, no scaling."""
-    model = mpcompile(Net(), dtype=torch.float16, emit="eager")
-    model(torch.randn(4, 8))
-    (plan,) = compiled_plans(model)
-    verdict, blank, *rows, _, casts = str(plan).splitlines()
-    assert verdict.startswith("O1 on cpu: 2 of 2 products in FP16, 100.0% of ")
-    assert (blank, casts) == ("", f"Casts: {plan.casts}")
-    kinds = [row.split()[:3] for row in rows if row]
-    assert [kind[0] for kind in kinds] == ["products", "blocks.*.proj", "other", *["blocks.*"] * 2]
-    assert {kind[1] for kind in kinds[1:] if kind[0] != "other"} == {"(2)"}  # alike layers
+@pytest.fixture(scope="module")
+def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a trace."""
+    folder = tmp_path_factory.mktemp("trace")
+    ran(TORCH_TRACE=str(folder))
+    return folder
+
+
+def artifacts(trace: Path) -> dict[str, str]:
+    """Our artifacts in the one file of a trace. Each is a line of JSON; its text is indented."""
+    (log,) = trace.iterdir()
+    found: dict[str, str] = {}
+    name = None
+    for line in log.read_text().splitlines():
+        if line.startswith("\t"):
+            if name is not None:
+                found[name] += line[1:] + "\n"
+            continue
+        name = json.loads(line[line.index("{") :]).get("artifact", {}).get("name", "")
+        name = name if name.startswith("mpcompile_") else None
+        if name is not None:
+            assert name not in found or name == "mpcompile_step"  # a kind of parameter has its own
+            found.setdefault(name, "")
+    return found
+
+
+@pytest.mark.slow("plans of several models")
+def test_the_trace_has_graphs_plans_and_steps(trace: Path) -> None:
+    found = artifacts(trace)
+    assert list(found) == [f"mpcompile_{n}" for n in ("captured", "rewritten", "plan", "step")]
+    assert re.search(r"^linear: f32\[8, 32\] = linear\(", found["mpcompile_captured"], re.M)
+    low = r"^linear: f16\[8, 32\] = linear\(.* # LOW: .* \[table\] \(0\)$"
+    assert re.search(low, found["mpcompile_rewritten"], re.M)
+    plan = json.loads(found["mpcompile_plan"])
+    assert plan["level"] == "O2"
+    assert [line["text"] for line in plan["before"]] == found["mpcompile_captured"].splitlines()
+    assert found["mpcompile_step"].count("= copy_(param0, ") == 2  # the weight's and the bias's
+
+
+@pytest.mark.slow("plans of several models")
+def test_tlparse_shows_them(trace: Path, tmp_path: Path) -> None:
+    program = shutil.which("tlparse", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    if program is None:
+        pytest.skip("tlparse is not installed")
+    (log,) = trace.iterdir()
+    out = tmp_path / "report"
+    subprocess.run(
+        [program, str(log), "-o", str(out), "--no-browser"], check=True, capture_output=True
+    )
+    shown = {re.sub(r"_\d+\.", ".", path.name) for path in out.rglob("mpcompile_*")}
+    texts = {f"mpcompile_{name}.txt" for name in ("captured", "rewritten", "step")}
+    assert shown == {*texts, "mpcompile_plan.json"}
+    index = (out / "index.html").read_text()
+    assert all(name.removesuffix(".txt").removesuffix(".json") in index for name in shown)
+
+
+@pytest.mark.slow("plans of several models")
+def test_a_graph_left_in_fp32_has_its_reason_in_the_trace(tmp_path: Path) -> None:
+    refusing = """
+from mpcompile.compiler import plan_graph
+from mpcompile.errors import CannotRewrite
+def refuse(*_, **__):
+    raise CannotRewrite("it is a test")
+plan_graph.capture = refuse
+"""
+    ran(refusing, TORCH_TRACE=str(tmp_path))
+    found = artifacts(tmp_path)
+    assert "mpcompile_captured" not in found
+    assert json.loads(found["mpcompile_plan"])["left"] == "it is a test"

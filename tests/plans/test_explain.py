@@ -20,7 +20,7 @@ from mpcompile import (
     mpcompile,
 )
 from mpcompile.plans import Plan
-from mpcompile.plans.graph_plan import BackwardNode, GraphPlan
+from mpcompile.plans.graph_plan import BackwardNode
 
 X = torch.ones(4, 8)
 
@@ -121,11 +121,6 @@ def test_each_graph_has_its_own() -> None:
 
 def test_a_frozen_model_has_no_backward() -> None:
     assert backward(nn.Linear(8, 8).requires_grad_(False), X) == ()
-
-
-def test_the_backward_as_data() -> None:
-    (graph,) = explain(nn.Linear(8, 8), X).to_dict()["graphs"]
-    assert {"name", "op", "result", "forward", "recomputed"} == set(graph["backward"][0])
 
 
 # -- graph breaks ----------------------------------------------------------------------------------
@@ -247,18 +242,6 @@ def test_a_graph_that_is_left_may_break() -> None:
 # -- a compiled model ------------------------------------------------------------------------------
 
 
-def first(model: nn.Module, **options: Any) -> GraphPlan:
-    return explain(model, X, **options).graphs[0]
-
-
-def test_its_options_are_the_defaults_and_options_beat_them() -> None:
-    model = mpcompile(nn.Sequential(nn.Linear(8, 8)), level="O3", dtype="float16", pad="never")
-    assert (first(model).level, first(model).dtype) == ("O3", "float16")
-    assert (first(model, level="O1").level, first(model, level="O1").dtype) == ("O1", "float16")
-    assert explain(nn.Linear(8, 8), X).level == "O1"
-    assert explain(model, X, device="t4").level == "O3"
-
-
 def test_its_policy_matches_or_complains() -> None:
     policy = Policy(nodes={"linera": "fp32"})
     model = mpcompile(nn.Linear(8, 8), policy=policy)
@@ -290,10 +273,3 @@ def test_its_scale_is_only_read() -> None:
     explain(model, X)
     scale = loss_scale_of(model)
     assert (scale.skipped_steps, scale.used, compiled_plans(model)) == (0, None, [])
-
-
-def test_the_plan_names_the_place() -> None:
-    planned = explain(nn.Linear(8, 8), X)
-    assert (planned.device, planned.dtype, planned.gpu) == ("cpu", "bfloat16", None)
-    assert str(planned).splitlines()[1] == "on cpu"
-    assert planned.to_dict()["unknown"] == []

@@ -213,23 +213,6 @@ def test_a_rewriting_pass_can_be_disabled(
     assert node_of(again, name).rule == "policy"
 
 
-@pytest.mark.slow("plans of several models")
-def test_attention_that_was_written_out() -> None:
-    """The CPU's BF16 attention is."""
-
-    def plan(**options: Any) -> Any:
-        body = lambda f, x: F.scaled_dot_product_attention(f(x), f(x), f(x))  # noqa: E731
-        model = mpcompile(Calls(body), dtype=torch.bfloat16, emit="eager", **options)
-        model(torch.ones(1, 1, 3, 4))
-        return compiled_plans(model)[0]
-
-    made = [node for node in plan().nodes if node.rule == "rewrite"]
-    assert made
-    assert all("disable_passes=['expand_attention']" in node.change for node in made)
-    kept = plan(disable_passes=["expand_attention"])
-    assert advised(node_of(kept, "scaled_dot_product_attention"))
-
-
 def test_a_cast_goes_with_the_precision_of_its_reader() -> None:
     body, _, _ = POLICIES["table"]
     cast = node_of(planned(body), "args_0_f16")

@@ -15,7 +15,6 @@ from torch import fx, nn
 from mpcompile import MPOptimizer, ir, scaling
 from mpcompile.compiler.plan_graph import Planned, plan_graph
 from mpcompile.compiler.training import training_of
-from mpcompile.ir.text import places
 from mpcompile.settings import Settings
 
 
@@ -52,10 +51,8 @@ class Handed:
 
         torch.compile(self.model, backend=backend, fullgraph=True)(*self.inputs)
 
-    def planned(self, **facts: Any) -> Planned:
-        """Its plan, with some facts changed."""
-        changed = dataclasses.replace(self.facts, **facts)
-        return plan_graph(self.gm, self.examples, changed, self.settings)
+    def planned(self) -> Planned:
+        return plan_graph(self.gm, self.examples, self.facts, self.settings)
 
 
 @pytest.fixture
@@ -109,17 +106,6 @@ def test_one_graph_in_two_threads(attention: Handed) -> None:
         assert [*map(shown, at_once(attention.planned, attention.planned))] == [alone, alone]
 
 
-def test_as_a_training_has_it(attention: Handed) -> None:
-    """The plan that Dynamo's backend makes, from the same facts."""
-    plans: list[Any] = []
-    options = {"dtype": torch.float16, "level": "O2", "emit": "eager", "_listener": plans.append}
-    torch._dynamo.reset()
-    torch.compile(attention.model, backend="mpcompile", options=options)(*attention.inputs)
-    (plan,) = plans
-    ours = attention.planned().plan
-    assert dataclasses.replace(plan, seconds={}) == dataclasses.replace(ours, seconds={})
-
-
 def test_the_modes_of_the_thread_do_not_matter(attention: Handed) -> None:
     """The facts say what they were when Dynamo handed over the graph."""
     wanted = shown(attention.planned())
@@ -159,34 +145,3 @@ def test_no_state_is_touched(attention: Handed) -> None:
     for now, then in zip(attention.examples, inputs, strict=True):
         assert torch.equal(now, then)
     assert [{**vars(x)} for x in attention.examples] == notes
-
-
-# -- each fact counts ------------------------------------------------------------------------------
-
-
-def test_what_the_target_is(attention: Handed) -> None:
-    """As on a GPU, while the graph's tensors lie here."""
-    there = attention.facts.target
-    there = dataclasses.replace(there, device=torch.device("cuda"), low=torch.bfloat16)
-    plan = attention.planned(target=there).plan
-    assert (plan.device, plan.dtype) == ("cuda", "bfloat16")
-    plan = attention.planned().plan
-    assert (plan.device, plan.dtype) == ("cpu", "float16")
-
-
-def test_whether_there_is_a_scale_and_which_copies(attention: Handed) -> None:
-    assert attention.facts.scaled
-    assert len(attention.facts.copied) == 6
-    bare = attention.planned(scaled=False, copied={}).inputs
-    assert not bare.scaled
-    assert not bare.copies
-
-
-def test_what_is_pinned(attention: Handed) -> None:
-    plain = attention.planned()
-    assert {n.precision for n in plain.plan.nodes if n.op == "aten::linear"} == {"LOW"}
-    place = places(plain.captured.graph)["linear"]
-    plan = attention.planned(pinned={place: "it overflowed"}).plan
-    first, second = (n for n in plan.nodes if n.op == "aten::linear")
-    assert (first.precision, first.reason) == ("FULL", "it overflowed")
-    assert second.precision == "LOW"

@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import importlib.util
 import re
 
 import pytest
@@ -13,9 +12,7 @@ from plans import cast, graph, large, node, plan
 from small_calls import Calls, X, in_two_graphs
 from torch import nn
 
-from benchmarks.zoo.catalogue import LIBRARIES
-from mpcompile import MPCompileError, compiled_plans, mpcompile, plan_for
-from mpcompile.demo.gpt import GPT, GPTConfig
+from mpcompile import MPCompileError, plan_for
 from mpcompile.planner.min_cut import NEVER, MinimumCut
 from mpcompile.plans import Plan
 from mpcompile.plans.graph_plan import BackwardNode
@@ -103,36 +100,6 @@ def test_where_no_cost_decides(low: dict[str, int], says: str) -> None:
     assert plan(graph(node("a"), cuts=(cut,))).why("a").splitlines()[-1] == f"  {says}"
 
 
-@pytest.mark.slow("plans of whole models")
-@pytest.mark.filterwarnings("ignore")  # torch warns of other libraries
-@pytest.mark.parametrize("level", ["O1", "O2"])
-@pytest.mark.parametrize(
-    "name", ["demo", "transformers/bert", "transformers/t5", "timm/resnet10t", "timm/swin"]
-)
-def test_what_is_planned_never_costs_more_than_the_other(name: str, level: str) -> None:
-    library, _, of = name.partition("/")
-    if of and importlib.util.find_spec(library) is None:
-        pytest.skip("not installed")
-    entry, tokens = LIBRARIES[library][of] if of else None, torch.zeros(2, 32, dtype=torch.int64)
-    model = mpcompile(entry.build() if entry else GPT(GPTConfig()), level=level, emit="eager")
-    entry.loss(model, entry.draw(torch.Generator())) if entry else model(tokens, tokens)
-    weighed = 0
-    for compiled in compiled_plans(model):
-        nodes = {node.name: node for node in compiled.nodes}
-        answers = {one.name: one for one in compiled.weighed(nodes)}
-        assert {x.name for x in compiled.nodes if x.rule == "plan"} <= answers.keys()
-        weighed += len(answers)
-        for one in answers.values():
-            planned, other = one.totals
-            assert planned < other if one.low else planned <= other
-        for of in answers.keys() & nodes.keys():
-            assert answers[of].low is (nodes[of].precision == "LOW")
-            for line in lines(compiled.why(of), "together"):
-                first, second = (float(x.replace(",", "")) for x in line.split()[1:])
-                assert first <= second
-    assert weighed
-
-
 def test_its_backward() -> None:
     backward = (
         BackwardNode("mm", "aten::mm", "f16[4, 4]", "a"),
@@ -200,15 +167,6 @@ def test_a_module_without_an_operator() -> None:
 def test_an_unknown_name(name: str, hint: str) -> None:
     with pytest.raises(MPCompileError, match=f"no node and no module '{name}'.*{hint}"):
         PLANNED.why(name)
-
-
-@pytest.mark.slow("plans of several models")
-def test_of_one_graph() -> None:
-    model = mpcompile(block(), dtype=torch.float16, emit="eager")
-    model(torch.ones(8, 61))
-    (compiled,) = compiled_plans(model)
-    assert compiled.why("linear").startswith("linear: FP16, decided by ")
-    assert compiled.why("act").startswith("module act\n")
 
 
 @pytest.mark.parametrize("name", ["linear_499", "attn", "moon"])

@@ -1,32 +1,13 @@
-"""A policy may name a low dtype of its own for a part of the model; bytes come from the dtype."""
+"""A policy may name a low dtype of its own for a part of the model."""
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from compare import LEVELS, SETTINGS, Compared, check
-from graphs import Stage
 from torch import nn
 
-from mpcompile import LossScale, MPOptimizer, Policy, compiled_plans, ir, mpcompile
-from mpcompile.passes.graph.plan import plan
-from mpcompile.planner.objective import UNIT, Objective
-from mpcompile.profile import Profile, Sample
-
-
-def test_bytes_come_from_the_dtype() -> None:
-    """The cast of a weight: 4 bytes read, the operand's written; its gradient 4."""
-    dtypes = (torch.bfloat16, torch.float32)
-    samples = [Sample("gemm", d, (1, 8, 16, 16), 1e-4, 3e-4) for d in dtypes]
-    copies = [Sample("copy", torch.float32, (n,), n * 1e-9, n * 2e-9) for n in (1 << 10, 1 << 24)]
-    profile = Profile("a CPU", "cpu", "2.13.0", "", 2, (*copies, *samples))
-    stage = Stage(plan, nn.Linear(16, 16, bias=False), torch.randn(8, 16), low=torch.bfloat16)
-    stage.config = replace(stage.config, profile=profile)
-    objective = Objective(stage.gm.graph, stage.config)
-    (linear,) = (n for n in stage.gm.graph.nodes if ir.op_name(n) == "aten::linear")
-    weights = objective.terms[linear].low["weights"] - objective.launch
-    assert weights == (4 + 2 + 4) * 16 * 16 * UNIT
+from mpcompile import LossScale, MPOptimizer, Policy, compiled_plans, mpcompile
 
 
 def layers() -> nn.Module:
@@ -61,17 +42,6 @@ def test_an_fp16_module_in_a_bf16_compile_that_scales(level: str, emit: str) -> 
     assert planned(result)["3"] == "f16"
 
 
-def test_a_node() -> None:
-    policy = Policy(nodes={"linear_1": "bfloat16"})
-    result = check(layers(), torch.randn(8, 16), policy=policy, tolerance=5e-2)
-    assert planned(result)["3"] == "bf16"
-
-
-def test_the_last_pattern_that_matches_names_the_dtype() -> None:
-    policy = Policy(modules={"0": "bf16", "^0": "low"})
-    assert planned(check(layers(), torch.randn(8, 16), policy=policy))["0"] == "f16"
-
-
 @LEVELS
 def test_under_a_generated_step(level: str) -> None:
     """O2 stores FP16 copies; what a BF16 part reads, it casts itself, and its gradient is FP32."""
@@ -93,12 +63,6 @@ def test_under_a_generated_step(level: str) -> None:
         moved, wanted = p.detach() - value, -0.1 * q.grad
         assert (moved - wanted).norm() <= 5e-2 * wanted.norm()
     assert any(n.planned.startswith("bf16") for n in compiled_plans(model)[0].nodes)
-
-
-def test_policies_of_different_dtypes_differ() -> None:
-    low, half, brain = (Policy(modules={"0": word}) for word in ("low", "fp16", "bf16"))
-    assert len({low, half, brain}) == 3
-    assert brain == Policy(modules={"0": "BF16"})
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, "float16"])

@@ -1,14 +1,9 @@
 """The precision table agrees with torch.amp, says why everywhere, and takes new rows."""
 
-from typing import Any
-
 import pytest
 import torch
-from module_of import module_of
-from torch import nn
 from versions import before
 
-import mpcompile
 from mpcompile import MPCompileError, register_rule, rules
 from mpcompile.rules import Kind, Rule, lookup, table
 from mpcompile.rules.op_names import op_exists, op_key
@@ -199,39 +194,3 @@ def test_what_an_operator_does_with_dimensions_is_one_of_a_few_words(
     assert registered == {}
     register_rule("mp_test_ops::scale", "follow", "moves", dims="permute")
     assert registered["mp_test_ops::scale"].dims == "permute"
-
-
-def test_custom_op_keeps_its_dtypes_until_registered(registered: dict[str, Rule]) -> None:
-    """An operator from torch.library.custom_op: FP32 by default, low once its author says so."""
-    seen: list[torch.dtype] = []
-
-    @torch.library.custom_op("mp_test_ops::gated", mutates_args=())
-    def gated(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-        seen.append(x.dtype)
-        return x * gate.sigmoid()
-
-    @gated.register_fake
-    def _(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-        return torch.empty_like(x)
-
-    def backward(ctx: object, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return grad, grad
-
-    gated.register_autograd(backward)
-
-    def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
-        return gated(m.value(x), m.gate(x))
-
-    def dtype_of_its_input() -> torch.dtype:
-        seen.clear()
-        gate = module_of(forward, value=nn.Linear(8, 8), gate=nn.Linear(8, 8))
-        model = mpcompile.mpcompile(gate, dtype=torch.float16, emit="eager", strict=True)
-        out = model(torch.randn(4, 8))
-        assert out.dtype is torch.float32
-        out.mean().backward()
-        assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
-        return seen[-1]
-
-    assert dtype_of_its_input() is torch.float32
-    register_rule("mp_test_ops::gated", "low", "elementwise, tested in FP16")
-    assert dtype_of_its_input() is torch.float16

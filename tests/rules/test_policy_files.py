@@ -3,7 +3,6 @@
 import itertools
 import json
 import re
-import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -13,10 +12,11 @@ import torch
 from documents import blocks
 from hypothesis import given
 from hypothesis import strategies as st
+from module_of import module_of
 from repository import ROOT
 from torch import nn
 
-from mpcompile import MPCompileError, Policy, Precision, cli, compiled_plans, mpcompile, plan_for
+from mpcompile import MPCompileError, Policy, Precision, compiled_plans, mpcompile, plan_for
 from mpcompile import __version__ as version
 
 GUIDE = ROOT / "docs" / "policy.md"
@@ -219,24 +219,13 @@ def test_pins_go_over_what_was_said() -> None:
 # -- where a policy is taken -----------------------------------------------------------------------
 
 
-class Net(nn.Module):
-    """The results of `a` and `c` are `size` times as large as what follows sees."""
-
-    def __init__(self, size: float = 1.0) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.a, self.b, self.c = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
-        self.size = size
-        with torch.no_grad():
-            self.a.weight.mul_(size)
-            self.c.weight.mul_(size)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.c(self.b(self.a(x) / self.size)) / self.size
+def net() -> Any:
+    """Three layers, one after the other."""
+    layers = {name: nn.Linear(8, 8) for name in "abc"}
+    return module_of(lambda m, x: m.c(m.b(m.a(x))), **layers)
 
 
 X = torch.ones(8, 8)
-BEYOND_FP16 = 2.0**19
 
 
 def precisions(nodes: Any) -> dict[str, str]:
@@ -254,9 +243,11 @@ def pins(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("spelled", [str, Path])
 def test_mpcompile_and_plan_for_take_a_path(spelled: Any, pins: Path) -> None:
-    (graph,) = plan_for(Net(), X, policy=spelled(pins)).graphs
+    (graph,) = plan_for(net(), X, policy=spelled(pins)).graphs
     assert precisions(graph.nodes) == PINNED
-    model = mpcompile(Net(), emit="eager", policy=spelled(pins))
+    (pinned,) = (n for n in graph.nodes if (n.module, n.op) == ("a", "aten::linear"))
+    assert pinned.reason.startswith("policy: module '^a$'")
+    model = mpcompile(net(), emit="eager", policy=spelled(pins))
     pins.unlink()  # it was read at the call, not when a graph is compiled
     model(X).sum().backward()
     (graph,) = compiled_plans(model)
@@ -266,13 +257,13 @@ def test_mpcompile_and_plan_for_take_a_path(spelled: Any, pins: Path) -> None:
 def test_a_decorator_reads_its_file_once(pins: Path) -> None:
     decorate = mpcompile(emit="eager", policy=pins)
     pins.unlink()
-    net = Net()
-    assert decorate(lambda x: net(x))(X).shape == (8, 8)
+    model = net()
+    assert decorate(lambda x: model(x))(X).shape == (8, 8)
 
 
 def test_the_backend_takes_a_path(pins: Path, tmp_path: Path) -> None:
     options = {"emit": "eager", "policy": str(pins), "dump": tmp_path / "dump"}
-    torch.compile(Net(), backend="mpcompile", options=options)(X).sum().backward()
+    torch.compile(net(), backend="mpcompile", options=options)(X).sum().backward()
     (plan,) = (tmp_path / "dump").rglob("plan.json")
     nodes = json.loads(plan.read_text())["nodes"]
     found = {n["module"]: n["precision"] for n in nodes if n["op"] == "aten::linear"}
@@ -284,40 +275,13 @@ def test_an_operator_that_is_none(suffix: str, tmp_path: Path) -> None:
     path = tmp_path / f"pins{suffix}"
     Policy(full=["gelo"]).save(path)
     with pytest.raises(MPCompileError, match=rf"pins{suffix}: no operator 'aten::gelo'; did you"):
-        mpcompile(Net(), policy=path)
+        mpcompile(net(), policy=path)
 
 
 @pytest.mark.parametrize("policy", [{}, 0, ["pins.toml"]])
 def test_what_is_neither(policy: Any) -> None:
     with pytest.raises(MPCompileError, match=r"give an mpcompile\.Policy\(\.\.\.\), or the path"):
-        mpcompile(Net(), policy=policy)
-
-
-@pytest.mark.slow("torch's operator table")
-def test_commands_take_a_file(
-    pins: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """`diagnose`: of two layers that overflow FP16, one is in FP32 by the file's word."""
-    monkeypatch.chdir(pins.parent)
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    (pins.parent / "pinned_nets.py").write_text(
-        "from test_policy_files import BEYOND_FP16, Net, X\n"
-        "def net(): return Net(), (X,)\n"
-        "def bad(): return Net(BEYOND_FP16), (X,)\n"
-    )
-    assert cli.main(["plan", "pinned_nets:net", "--json", "--policy", pins.name]) == 0
-    (graph,) = json.loads(capsys.readouterr().out)["graphs"]
-    found = {n["module"]: n["precision"] for n in graph["nodes"] if n["op"] == "aten::linear"}
-    assert found == PINNED
-    command = ["diagnose", "pinned_nets:bad", "--dtype", "float16"]
-    assert cli.main(command) == 0
-    assert "overflow: a (" in capsys.readouterr().out
-    assert cli.main([*command, "--policy", pins.name]) == 0
-    out = capsys.readouterr().out
-    assert "overflow: c (" in out
-    assert "overflow: a (" not in out
-    assert cli.main([*command, "--policy", "gone.toml"]) == 2
-    assert "can't read the policy file gone.toml" in capsys.readouterr().err
+        mpcompile(net(), policy=policy)
 
 
 def test_the_file_in_the_guide(tmp_path: Path) -> None:

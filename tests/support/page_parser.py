@@ -1,6 +1,7 @@
-"""The page of a plan or of a report, read as HTML."""
+"""The page of a plan or of a report, read as HTML, and what no page may do."""
 
 import json
+import re
 from html.parser import HTMLParser
 from typing import Any
 
@@ -29,3 +30,20 @@ class Page(HTMLParser):
             self.script = False
         else:
             self.texts.append(data.strip())
+
+
+def unharmed(html: str, evil: str) -> Page:
+    """The page, in which this text, a name of something, is no markup."""
+    page = Page(html)
+    assert evil not in html
+    assert "img" not in page.tags
+    assert page.tags.count("script") == 2
+    assert not [name for _, name, _ in page.attributes if name.startswith("on")]
+    return page
+
+
+def assert_loads_nothing(html: str) -> None:
+    (policy,) = re.findall(r'content="(default-src[^"]*)"', html)
+    assert re.fullmatch(r"default-src 'none'; style-src '\S+'; script-src '\S+'", policy)
+    assert "unsafe" not in policy
+    assert not re.search(r"""(src|href)\s*=|url\(|@import|https?://|innerHTML""", html)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from module_of import module_of
 from torch import nn
 from torch._dynamo.exc import BackendCompilerFailed
 from torch.nn.parallel import DistributedDataParallel
@@ -146,15 +147,7 @@ def assert_runs_in_pieces(why: str) -> None:
 @pytest.mark.parametrize("emit", ["eager", "aot_eager"])
 @pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU])
 def test_recurrent_layers_stay_in_fp32(layer: type[nn.RNNBase], emit: str) -> None:
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.rnn, self.last = layer(6, 8), nn.Linear(8, 4)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.last(self.rnn(x)[0])
-
-    plain = Net()
+    plain = module_of(lambda m, x: m.last(m.rnn(x)[0]), rnn=layer(6, 8), last=nn.Linear(8, 4))
     model = mpcompile(copy.deepcopy(plain), dtype=torch.float16, emit=emit)
     x = torch.randn(5, 3, 6)
     with without(Part.RECURRENT), pytest.warns(MPCompileWarning, match="recurrent layers stay"):

@@ -1,5 +1,5 @@
 """A compiler that computes wrong, C++'s or Inductor's for a GPU: trainings end as in FP32, with one
-warning that names the line.
+warning that names the line. And a program that could seem wrong, and isn't.
 """
 
 import os
@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from module_of import module_of
 from ranks import on_each_rank
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -22,22 +23,16 @@ from mpcompile import MPCompileError, MPCompileWarning, MPOptimizer, mpcompile, 
 WRONG = Path(__file__).parents[1] / "support" / "wrong_cxx.sh"
 
 
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(32, 64)
-        self.second = nn.Linear(64, 64)
-        self.last = nn.Linear(64, 10)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden = F.gelu(self.first(x))
-        hidden = hidden + torch.tanh(self.second(hidden)) * torch.exp(-hidden)
-        return self.last(hidden)
+def forward(net: Any, x: torch.Tensor) -> torch.Tensor:
+    hidden = F.gelu(net.first(x))
+    hidden = hidden + torch.tanh(net.second(hidden)) * torch.exp(-hidden)
+    return net.last(hidden)
 
 
-def made() -> Net:
+def made() -> nn.Module:
     torch.manual_seed(0)
-    return Net()
+    first, second, last = nn.Linear(32, 64), nn.Linear(64, 64), nn.Linear(64, 10)
+    return module_of(forward, first=first, second=second, last=last)
 
 
 def batch() -> tuple[torch.Tensor, torch.Tensor]:
@@ -205,3 +200,24 @@ def test_the_option_of_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert not torch.allclose(found[False], found[None])
     with pytest.raises(MPCompileError, match="verify='often'"):
         MPOptimizer(torch.optim.NAdam([p]), verify="often")
+
+
+# -- no false alarm --------------------------------------------------------------------------------
+
+
+def counts(net: Any, x: torch.Tensor) -> torch.Tensor:
+    """A buffer that the forward writes and the program reads back."""
+    net.count += 1
+    return net.layer(x)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float32], ids=["whole", "floating"])
+def test_no_false_alarm(dtype: torch.dtype) -> None:
+    count = nn.Buffer(torch.zeros((), dtype=dtype))
+    net = module_of(counts, layer=nn.Linear(16, 16), count=count)
+    model = mpcompile(net, dtype=torch.bfloat16, emit="inductor")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", MPCompileWarning)
+        for _ in range(2):
+            model(torch.randn(8, 16)).sum().backward()
+    assert model.count.item() == 2

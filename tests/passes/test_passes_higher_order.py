@@ -1,15 +1,22 @@
-"""gather_hooks: a hook on a value sees the gradients of all its uses, casts between them or not."""
+"""gather_hooks: a hook on a value sees the gradients of all its uses, casts between them or not.
+And outline: checkpointed bodies go back into the operator that AOTAutograd recomputes.
+"""
 
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from compare import LEVELS, check, fallback_reason, leaf
 from graphs import Stage, ran_twice
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 from versions import since
 
-from mpcompile.passes.graph.higher_order import gather_hooks
+from mpcompile.errors import CannotRewrite
+from mpcompile.passes.graph.higher_order import gather_hooks, outline
+
+# -- gather_hooks ----------------------------------------------------------------------------------
 
 
 def clip(gradient: Tensor) -> Tensor:
@@ -112,3 +119,59 @@ def with_a_value_of_its_own(x: Tensor, w: Tensor) -> Any:
 def test_what_cannot_be_moved_is_left_alone() -> None:
     reason = fallback_reason(with_a_value_of_its_own, leaf(8, 16), leaf(16, 16))
     assert "which was read before" in reason
+
+
+# -- outline ---------------------------------------------------------------------------------------
+
+
+def test_a_checkpoint() -> None:
+    """The weight's cast stands outside: it is no activation. What the body made stands inside."""
+
+    def program(x: torch.Tensor, w: torch.Tensor) -> Any:
+        def body(y: torch.Tensor) -> torch.Tensor:
+            return F.linear(y.cos(), w).exp()
+
+        return checkpoint(body, x, use_reentrant=False) + x
+
+    stage = ran_twice(outline, program, leaf(3, 4), leaf(4, 4))
+    stage.expect_text("""\
+x: f32[3, 4] = input
+w: f32[4, 4] = input
+w_f16: f16[4, 4] = to(w, f16)
+checkpoint_body_0 = self.checkpoint_body_0
+checkpoint: (f32[3, 4]) = checkpoint(checkpoint_body_0, x, w_f16, use_reentrant=False)
+getitem: f32[3, 4] = getitem(checkpoint, 0)
+add: f32[3, 4] = add(getitem, x)
+return add
+
+checkpoint_body_0:
+x: f32[3, 4] = input
+w_f16: f16[4, 4] = input
+cos: f32[3, 4] = cos(x)
+cos_f16: f16[3, 4] = to(cos, f16)
+linear: f16[3, 4] = linear(cos_f16, w_f16)
+linear_f32: f32[3, 4] = to(linear, f32)
+exp: f32[3, 4] = exp(linear_f32)
+return exp
+""")
+
+
+def test_a_graph_without_checkpoints_is_left_alone() -> None:
+    assert not Stage(outline, F.linear, leaf(3, 4), leaf(4, 4)).run()
+
+
+def test_interleaved_code_is_refused() -> None:
+    """No pass of ours does it; if one did, folding would change the order of evaluation."""
+
+    def program(x: torch.Tensor) -> Any:
+        def body(y: torch.Tensor) -> torch.Tensor:
+            return y.sin().cos()
+
+        return checkpoint(body, x, use_reentrant=False).exp()
+
+    stage = Stage(outline, program, leaf(2))
+    with stage.gm.graph.inserting_after(stage.node("sin")):
+        stranger = stage.gm.graph.call_function(torch.ops.aten.neg.default, (stage.node("sin"),))
+    stage.node("cos").replace_input_with(stage.node("sin"), stranger)
+    with pytest.raises(CannotRewrite, match="interleaved with code outside it"):
+        outline(stage.gm, stage.config)
