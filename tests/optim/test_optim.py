@@ -2,7 +2,7 @@
 
 import copy
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -183,41 +183,34 @@ def mlp() -> nn.Sequential:
     return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
 
 
-@pytest.mark.parametrize("bad", [0, 2])
-def test_an_overflow_reaches_every_optimizer_over_the_model(bad: int) -> None:
-    """And moves the scale once, whichever of the two steps first."""
-    model = fp16(mlp())
-    optimizers = [MPOptimizer(momentum(model[i].parameters()), emit="eager") for i in (0, 2)]
-    for _ in range(2):
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        model(torch.randn(4, 8)).square().mean().backward()
-        for optimizer in optimizers:
-            optimizer.step()
-    before = {k: v.clone() for k, v in model.state_dict().items()}
-    model(torch.full((4, 8), 1e6)).square().mean().backward()
-    for optimizer in optimizers:
-        optimizer.step()
-        assert optimizer.skipped
-    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
-    assert loss_scale_of(model).value == 2.0**15
-    assert loss_scale_of(model).state.good_steps == 0
+def ours(parameters: Iterable[torch.Tensor]) -> MPOptimizer:
+    return MPOptimizer(momentum(parameters), emit="eager")
 
 
-def test_a_plain_optimizer_and_a_generated_one_share_a_scale() -> None:
+@pytest.mark.parametrize("kinds", [(ours, ours), (ours, momentum), (momentum, momentum)])
+def test_an_overflow_reaches_every_optimizer_over_the_model(kinds: Any) -> None:
+    """And moves the scale once."""
     model = fp16(mlp())
-    optimizers: list[Optimizer] = [
-        MPOptimizer(momentum(model[0].parameters()), emit="eager"),
-        momentum(model[2].parameters()),
-    ]
-    for x in (torch.randn(4, 8), torch.full((4, 8), 1e6), torch.randn(4, 8)):
+    optimizers = [make(model[i].parameters()) for i, make in zip((0, 2), kinds, strict=True)]
+
+    def step(x: torch.Tensor) -> None:
         for optimizer in optimizers:
             optimizer.zero_grad()
         model(x).square().mean().backward()
         for optimizer in optimizers:
             optimizer.step()
+
+    for _ in range(2):
+        step(torch.randn(4, 8))
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    step(torch.full((4, 8), 1e6))
+    assert all(optimizer.skipped for optimizer in optimizers if isinstance(optimizer, MPOptimizer))
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
     scale = loss_scale_of(model)
+    assert (scale.value, scale.state.good_steps) == (2.0**15, 0)
+    step(torch.randn(4, 8))
     assert (scale.value, scale.state.good_steps) == (2.0**15, 1)
+    assert not any(map(torch.equal, model.state_dict().values(), before.values()))
     assert all(p.isfinite().all() for p in model.parameters())
 
 

@@ -101,17 +101,6 @@ def test_a_duplicate_has_the_strides_of_its_tensor(value: torch.Tensor) -> None:
     assert found.data_ptr() != value.data_ptr() or not value.numel()
 
 
-def test_two_optimizers_over_one_model_move_its_scale_once() -> None:
-    model = mpcompile(mlp(), emit="eager", **FP16)
-    optimizers = [torch.optim.SGD(model[i].parameters(), lr=0.1) for i in (0, 2)]
-    before = copy.deepcopy(model.state_dict())
-    model(torch.full((4, 8), 1e6)).square().mean().backward()
-    for optimizer in optimizers:
-        optimizer.step()
-    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
-    assert loss_scale_of(model).value == 2.0**15
-
-
 def test_a_hopeless_overflow_warns_once_at_the_floor() -> None:
     scale = LossScale.dynamic(init_scale=4.0, min_scale=2.0)
     model = mpcompile(mlp(), emit="eager", loss_scale=scale, **FP16)

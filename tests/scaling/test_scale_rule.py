@@ -1,10 +1,9 @@
-"""The rule that moves a loss scale, of numbers and traced into a graph, next to a model of it."""
+"""The rule that moves a loss scale: of numbers, next to a model of it; and its graph."""
 
 import dataclasses
 import inspect
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import given, settings
 from scale_model import RULES, STARTS, STEPS, Model
@@ -17,10 +16,6 @@ from mpcompile.ir.step_config import SKIPPED, Slot, StepConfig
 from mpcompile.optim.decide import graph_of_decision
 
 
-def start(rule: ScaleRule, scale: float) -> ScaleState:
-    return ScaleState(scale, overflows_left=rule.hysteresis)
-
-
 def moving(rule: ScaleRule) -> tuple[fx.GraphModule, list[Slot]]:
     """A step that decides nothing but how one loss scale moves, and its inputs."""
     config = StepConfig((), (), scales=(rule,))
@@ -31,39 +26,12 @@ def moving(rule: ScaleRule) -> tuple[fx.GraphModule, list[Slot]]:
     return gm, [*map(ir.slot_of, gm.graph.find_nodes(op="placeholder"))]
 
 
-@pytest.mark.slow("trainings that overflow, against FP64")
-@settings(max_examples=60, deadline=None, derandomize=True)
-@given(RULES, STARTS, STEPS)
-def test_the_traced_rule_moves_tensors_as_the_model_does(
-    rule: ScaleRule, scale: float, steps: list[tuple[bool, bool]]
-) -> None:
-    """Exactly, in FP32, INT64 and BOOL."""
-    gm, slots = moving(rule)
-    state = start(rule, scale)
-    tensors = {
-        Slot("scale", 0, name): torch.tensor(getattr(state, name), dtype=dtype)
-        for name, dtype in STATE_DTYPES.items()
-    }
-    model = Model(rule, scale, np.float32)
-    for overflow, first in steps:
-        given = {
-            Slot("scale", 0, "flag"): torch.tensor(int(overflow)),
-            Slot("scale", 0, "first"): torch.tensor(first),
-            SKIPPED: torch.tensor(False),
-        }
-        gm(*((tensors | given)[slot] for slot in slots))
-        model.step(overflow, first)
-        assert {name: tensors[Slot("scale", 0, name)].item() for name in STATE_DTYPES} == (
-            model.numbers()
-        )
-
-
 @settings(max_examples=200, deadline=None, derandomize=True)
 @given(RULES, STARTS, STEPS)
 def test_the_rule_moves_numbers_as_the_model_does(
     rule: ScaleRule, scale: float, steps: list[tuple[bool, bool]]
 ) -> None:
-    state = once = start(rule, scale)
+    state = once = ScaleState(scale, overflows_left=rule.hysteresis)
     model, plain = Model(rule, scale), Model(rule, scale)
     for overflow, first in steps:
         state = settled(rule, state, overflow, first)
