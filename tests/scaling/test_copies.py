@@ -1,17 +1,21 @@
-"""O2's working copies: what a forward reads."""
+"""O2's working copies: what a forward reads; when a model gets and loses them, and what its owner
+sees of them.
+"""
 
 import copy
-from collections.abc import Callable
+import gc
+import pickle
 
 import pytest
 import torch
 import torch.nn.functional as F
-from copied_models import HALVES, Net, Tied, one_step, trained
+from low_gradients import HALVES, Net, Tied, check_against_fp64, inputs, one_step, trained
 from torch import nn
+from weight_writes import WRITES
 
 from mpcompile import MPOptimizer, mpcompile
 from mpcompile.demo import GPT, GPTConfig
-from mpcompile.scaling.copies import copies_of
+from mpcompile.scaling.copies import MasterWeight, copies_of
 
 
 def without_copies(model: nn.Module, dtype: torch.dtype, x: torch.Tensor) -> torch.Tensor:
@@ -22,7 +26,8 @@ def without_copies(model: nn.Module, dtype: torch.dtype, x: torch.Tensor) -> tor
 
 @pytest.mark.parametrize("dtype", HALVES)
 def test_matrices_are_read_through_copies_and_norms_in_fp32(dtype: torch.dtype) -> None:
-    model, optimizer = trained(Net(), dtype)
+    model = Net()
+    optimizer = trained(model, dtype=dtype, lr=0.05)
     one_step(model, optimizer)
     for name, parameter in model.named_parameters():
         copies = copies_of(parameter)
@@ -39,88 +44,16 @@ def test_without_an_mpoptimizer_there_are_no_copies() -> None:
     assert all(p.grad is not None and p.grad.dtype is torch.float32 for p in model.parameters())
 
 
-def _load(model: nn.Module) -> None:
-    model.load_state_dict({k: torch.full_like(v, 0.3) for k, v in model.state_dict().items()})
-
-
-def _initialise(model: nn.Module) -> None:
-    nn.init.constant_(model.fc1.weight, 0.3)  # type: ignore[arg-type, union-attr]
-
-
-def _swap_averages(model: nn.Module) -> None:
-    with torch.no_grad():
-        torch._foreach_lerp_(
-            list(model.parameters()), [torch.ones_like(p) for p in model.parameters()], 0.5
-        )
-
-
-def _write_data(model: nn.Module) -> None:
-    for p in model.parameters():
-        p.data.clamp_(-0.01, 0.01)
-
-
-def _assign_data(model: nn.Module) -> None:
-    for p in model.parameters():
-        p.data = torch.full_like(p, 0.2)
-
-
-def _vector(model: nn.Module) -> None:
-    vector = nn.utils.parameters_to_vector(model.parameters())
-    nn.utils.vector_to_parameters(vector.detach() * 0.5, model.parameters())
-
-
-def _stepped(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    for p in model.parameters():
-        p.grad = None
-        p.grad_dtype = torch.float32
-        p.grad = torch.ones_like(p)
-    optimizer.step()
-    model.zero_grad()
-
-
-def _other_optimizer(model: nn.Module) -> None:
-    _stepped(model, torch.optim.SGD(model.parameters(), lr=0.1))
-
-
-def _other_optimizer_foreach(model: nn.Module) -> None:
-    _stepped(model, torch.optim.Adam(model.parameters(), lr=0.1, foreach=True))
-
-
-def _inference_mode(model: nn.Module) -> None:
-    with torch.inference_mode():
-        for p in model.parameters():
-            p.mul_(0.5)
-
-
-def _detached(model: nn.Module) -> None:
-    for p in model.parameters():
-        p.detach().mul_(0.5)
-
-
-def _to(model: nn.Module) -> None:
-    model.double()
-    model.float()
-    with torch.no_grad():
-        model.fc1.weight.mul_(2)  # type: ignore[operator, union-attr]
-
-
-CHANGES = [
-    _load, _initialise, _swap_averages, _write_data, _assign_data, _vector, _other_optimizer,
-    _other_optimizer_foreach, _inference_mode, _detached, _to,
-]  # fmt: skip
-
-
 @pytest.mark.slow_rows("trainings that overflow, against FP64")
-@pytest.mark.parametrize("change", CHANGES, ids=lambda f: f.__name__.strip("_"))
+@pytest.mark.parametrize("change", WRITES)
 @pytest.mark.parametrize("grad", [True, False], ids=["train", "no_grad"])
-def test_a_change_from_outside_is_read_by_the_next_forward(
-    change: Callable[[nn.Module], None], grad: bool
-) -> None:
-    model, optimizer = trained(Net(), torch.bfloat16)
+def test_a_change_from_outside_is_read_by_the_next_forward(change: str, grad: bool) -> None:
+    model = Net()
+    optimizer = trained(model, dtype=torch.bfloat16, lr=0.05)
     one_step(model, optimizer)
     x = torch.randn(4, 8)
     before = model(x)
-    change(model)
+    WRITES[change](model)
     with torch.set_grad_enabled(grad):
         after = model(x)
     assert torch.equal(after, without_copies(model, torch.bfloat16, x))
@@ -128,7 +61,8 @@ def test_a_change_from_outside_is_read_by_the_next_forward(
 
 
 def test_data_taken_earlier_and_written_later_is_seen() -> None:
-    model, optimizer = trained(Net(), torch.bfloat16)
+    model = Net()
+    optimizer = trained(model, dtype=torch.bfloat16, lr=0.05)
     one_step(model, optimizer)
     handles = [p.data for p in model.parameters()]
     x = torch.randn(4, 8)
@@ -139,9 +73,10 @@ def test_data_taken_earlier_and_written_later_is_seen() -> None:
 
 
 def test_the_step_leaves_the_copies_fresh() -> None:
-    model, optimizer = trained(Net())
-    for seed in range(3):
-        one_step(model, optimizer, seed)
+    model = Net()
+    optimizer = trained(model, lr=0.05)
+    for rows in range(4, 7):
+        one_step(model, optimizer, rows)
         kept = copies_of(model.fc1.weight)[torch.float16]  # type: ignore[arg-type, union-attr]
         with torch.no_grad():
             kept.tensor.add_(1)  # a forward that cast again would undo this
@@ -155,7 +90,7 @@ def test_tied_weights_have_one_copy_and_a_true_fp32_gradient() -> None:
     reference = Tied().double()
     model = Tied()
     model.load_state_dict(reference.state_dict())
-    model, optimizer = trained(model)
+    optimizer = trained(model, lr=0.05)
     tokens = torch.randint(0, 20, (6, 5))
     for net in (model, reference):
         F.cross_entropy(net(tokens).flatten(0, 1), tokens.flatten()).backward()
@@ -174,9 +109,9 @@ class Named(nn.Parameter):
 
 def test_a_parameter_of_another_class_is_never_read_stale() -> None:
     """It keeps its class, which doesn't note writes through `.data`: so each forward casts it."""
-    net = Net()
-    net.fc1.weight = Named(net.fc1.weight.detach().clone())  # type: ignore[union-attr]
-    model, optimizer = trained(net, torch.float16)
+    model = Net()
+    model.fc1.weight = Named(model.fc1.weight.detach().clone())  # type: ignore[union-attr]
+    optimizer = trained(model, lr=0.05)
     x = torch.randn(4, 8)
     for _ in range(2):
         one_step(model, optimizer)
@@ -209,3 +144,111 @@ def test_compiled_training_follows_the_same_graph_run_as_it_is(emit: str) -> Non
         losses.append(loss.detach())
         assert any(copies_of(p) for p in model.parameters())
     torch.testing.assert_close(losses[1], losses[0], rtol=1e-2, atol=0)
+
+
+def test_an_optimizer_made_after_the_first_forward_is_noticed() -> None:
+    model = mpcompile(Net(), level="O2", dtype=torch.bfloat16, emit="eager")
+    model(torch.randn(4, 8)).mean().backward()
+    model.zero_grad()
+    optimizer = MPOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), emit="eager")
+    model(torch.randn(4, 8)).mean().backward()
+    assert model.fc1.weight.grad.dtype is torch.bfloat16  # type: ignore[union-attr]
+    optimizer.step()
+
+
+@pytest.mark.slow("trainings that overflow, against FP64")
+def test_without_its_optimizer_a_model_gives_true_gradients_again() -> None:
+    model = Net()
+    optimizer = trained(model, lr=0.05)
+    one_step(model, optimizer)
+    del optimizer
+    gc.collect()
+    check_against_fp64(model, lambda net: net(inputs(net)).sum().backward(), 2e-2)
+    assert all(p.grad is not None and p.grad.dtype is torch.float32 for p in model.parameters())
+    torch.optim.AdamW(model.parameters()).step()
+
+
+def test_evaluations_compiled_after_training_are_no_other_model() -> None:
+    """Each batch size compiles a graph, without gradients and so without a scale."""
+    net = nn.Linear(8, 8)
+    model = mpcompile(net, dtype=torch.float16, level="O2", emit="eager", strict=True)
+    optimizer = MPOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), emit="eager")
+    for size in (2, 3, 4):
+        model(torch.ones(size, 8)).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            out = model(torch.ones(size + 4, 8))
+            torch.testing.assert_close(
+                out, net.forward(torch.ones(size + 4, 8)), rtol=0.01, atol=0.01
+            )
+
+
+def test_a_look_at_data_between_two_forwards_writes_nothing() -> None:
+    """Autograd would take a copy cast again for a change of what the first forward saved."""
+    net = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4))
+    twin = copy.deepcopy(net)
+    model = mpcompile(net, dtype=torch.bfloat16, level="O2", emit="eager", strict=True)
+    optimizer = MPOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    x = torch.randn(4, 8)
+    first = model(x)
+    assert all(p.data.norm() > 0 for p in model.parameters())
+    (first + model(2 * x)).mean().backward()
+    (twin(x) + twin(2 * x)).mean().backward()
+    for ours, theirs in zip(net.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad.float(), theirs.grad, rtol=0.05, atol=0.01)
+    net[0].weight.data.mul_(2)  # a change is still seen
+    twin[0].weight.data.mul_(2)
+    torch.testing.assert_close(model(x), twin(x), rtol=0.05, atol=0.05)
+    del optimizer
+
+
+def test_a_tied_weight_between_two_forwards() -> None:
+    """Compiling takes its .data; it is not stored low, so nothing counts its gradients."""
+    model = mpcompile(Tied(), dtype=torch.bfloat16, level="O2", emit="aot_eager", strict=True)
+    optimizer = MPOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), emit="eager")
+    tokens = torch.randint(20, (4, 3))
+    for _ in range(2):
+        (model(tokens) + model(tokens.flip(0))).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_a_pickled_module_is_a_plain_one() -> None:
+    net = nn.Linear(8, 8)
+    model = mpcompile(net, dtype=torch.float16, level="O2", emit="eager", strict=True)
+    optimizer = MPOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), emit="eager")
+    model(torch.ones(2, 8)).mean().backward()
+    optimizer.step()
+    assert type(net.weight) is MasterWeight
+    loaded = pickle.loads(pickle.dumps(model))
+    assert type(loaded.weight) is nn.Parameter
+    assert not any(name.startswith("_mp") for name in vars(loaded.weight))
+    torch.testing.assert_close(loaded.weight, net.weight, rtol=0, atol=0)
+
+
+def test_the_module_stays_what_it_was() -> None:
+    model = Net()
+    optimizer = trained(model, lr=0.05)
+    one_step(model, optimizer)
+    state = model.state_dict()
+    assert list(state) == list(Net().state_dict())
+    assert all(v.dtype is torch.float32 for v in state.values())
+    assert isinstance(model.fc1.weight, nn.Parameter)  # type: ignore[union-attr]
+    assert type(model.fc1.weight) is MasterWeight  # type: ignore[union-attr]
+    assert all(type(p) is nn.Parameter for p in copy.deepcopy(model).parameters())
+
+
+def test_memory_is_sixteen_bytes_for_each_parameter_with_adam() -> None:
+    model = nn.Linear(64, 64, bias=False)
+    mpcompile(model, level="O2", dtype=torch.bfloat16, emit="eager")
+    optimizer = MPOptimizer(torch.optim.AdamW(model.parameters()), emit="eager")
+    model(torch.randn(4, 64)).sum().backward()
+    optimizer.step()
+    held = optimizer.memory()
+    assert {k: round(v, 2) for k, v in held.items()} == {
+        "masters": 4.0,
+        "copies": 2.0,
+        "gradients": 2.0,
+        "state": 8.0,
+    }

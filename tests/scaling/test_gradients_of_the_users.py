@@ -3,14 +3,19 @@ is stored there is the gradient, and any FP32 may be stored there.
 """
 
 import copy
+import operator
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from compare import COMBINED
 from low_gradients import Net, check, inputs, loss, trained
 from torch import nn
 from torch.optim import Optimizer
+
+from mpcompile import LossScale, MPCompileWarning, MPOptimizer, mpcompile
 
 Loop = Callable[[nn.Module, Optimizer], Any]
 
@@ -162,3 +167,57 @@ def test_gradients_and_the_step(loop: Loop, dtype: torch.dtype) -> None:
     moved = zip(model.parameters(), reference.parameters(), start, strict=True)
     for name, (p, q, before) in zip(dict(model.named_parameters()), moved, strict=True):
         assert (p.double() - q).norm() <= rtol * (q - before).norm() + 1e-7, name
+
+
+def test_clipping_by_hand_works_in_bf16() -> None:
+    model = Net()
+    optimizer = trained(model, dtype=torch.bfloat16, lr=0.05)
+    model(torch.randn(4, 8)).mean().backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+    before = [p.detach().clone() for p in model.parameters()]
+    optimizer.step()
+    moved = torch.stack([(p - b).norm() for p, b in zip(model.parameters(), before, strict=True)])
+    assert 0 < moved.norm() < 0.05 * 1e-3 * 1.05
+
+
+ZEROED: dict[str, Callable[[torch.optim.Optimizer, nn.Module], object]] = {
+    "to None": lambda o, m: o.zero_grad(),
+    "by the optimizer": lambda o, m: o.zero_grad(set_to_none=False),
+    "by the model": lambda o, m: m.zero_grad(set_to_none=False),
+    "each": lambda o, m: [g.zero_() for g in grads(m)],
+    "each, filled": lambda o, m: [g.fill_(0.0) for g in grads(m)],
+    "each, as data": lambda o, m: [g.data.zero_() for g in grads(m)],
+    "each, detached": lambda o, m: [g.detach().zero_() for g in grads(m)],
+    "each, as a slice": lambda o, m: [operator.setitem(g, ..., 0.0) for g in grads(m)],
+    "each, copied": lambda o, m: [g.copy_(torch.zeros_like(g)) for g in grads(m)],
+    "each, as an array": lambda o, m: [g.float().numpy().fill(0.0) or g.zero_() for g in grads(m)],
+    "all at once": lambda o, m: grads(m) and torch._foreach_zero_(grads(m)),
+    "new zeros": lambda o, m: [setattr(p, "grad", torch.zeros_like(p)) for p in m.parameters()],
+}
+
+
+def grads(net: nn.Module) -> list[torch.Tensor]:
+    return [p.grad for p in net.parameters() if p.grad is not None]
+
+
+@COMBINED
+@pytest.mark.parametrize("zero", ZEROED)
+def test_small_gradients_move_weights_after_the_scale_has_dipped(zero: str, how: Any) -> None:
+    """However gradients are zeroed between the steps: they bring no multiplier along."""
+    net = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 1))
+    scale = LossScale.dynamic(init_scale=2.0**16, growth_interval=2, min_scale=2.0**-20)
+    model = mpcompile(net, loss_scale=scale, **how)
+    optimizer = MPOptimizer(torch.optim.SGD(net.parameters(), lr=1e4))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", MPCompileWarning)  # steps that are skipped, on purpose
+        for i in range(34):
+            x = torch.randn(8, 16)
+            ZEROED[zero](optimizer, net)
+            factor = float("inf") if 2 <= i < 14 else 1e-9
+            (model(x).pow(2).sum() * factor).backward()
+            before = copy.deepcopy(net)
+            optimizer.step()
+    (before.double()(x.double()).pow(2).sum() * 1e-9).backward()
+    moved = net[0].weight.double() - before[0].weight
+    wanted = -1e4 * before[0].weight.grad
+    assert (moved - wanted).norm() < 0.05 * wanted.norm()
