@@ -172,28 +172,6 @@ def test_a_policy_for_a_module_is_for_all_that_is_in_it() -> None:
 # -- what bad input gets --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (lambda: {"dtype": "no"}, "unknown dtype 'no': for FP32 without any cast use level='O0'"),
-        (lambda: {"pad": "alway"}, "did you mean .always."),
-        (lambda: {"loss_scale": "dynamc"}, "did you mean 'dynamic'"),
-        (lambda: {"mode": "max-autotune", "emit": "eager"}, "mode='max-autotune' is Inductor's"),
-        (lambda: {"options": ["max_autotune"]}, "give a dict of Inductor's options"),
-        (lambda: {"dump": __file__}, "can't be made a directory"),
-        (lambda: {"policy": Policy(low=["mm"], full=["aten.mm"])}, "in both"),
-        (lambda: {"policy": Policy(low="mm")}, r"give a collection"),
-        (lambda: {"policy": Policy(low=[3])}, "not an operator"),
-        (lambda: {"policy": Policy(nodes={1: "fp32"})}, "give a dict, name -> precision"),
-        (lambda: {"policy": Policy(modules={"fc1": "fp16"})}, "fc1': 'fp16'.*need a loss scale"),
-        (lambda: {"policy": Policy(nodes={"linear": "FP16"})}, "FP16 gradients need a loss scale"),
-    ],
-)
-def test_bad_arguments_fail_at_the_call(arguments: Any, message: str) -> None:
-    with pytest.raises(MPCompileError, match=message):
-        mpcompile(Net(), **arguments())
-
-
 @pytest.mark.parametrize("option", ["precision", "mixed_precision", "amp", "fp16"])
 def test_others_words_for_dtype_lead_to_it_everywhere(option: str) -> None:
     hint = f"'{option}': the low dtype is dtype="
@@ -204,22 +182,11 @@ def test_others_words_for_dtype_lead_to_it_everywhere(option: str) -> None:
         explain(Net(), torch.randn(2, 8), **{option: "bf16"})
 
 
-def test_a_model_that_was_moved_to_where_nothing_runs() -> None:
-    model = mpcompile(Net(), emit="eager").to("meta")
-    with pytest.raises(MPCompileError, match=r"is on meta.*It was moved there after mpcompile"):
-        model(torch.randn(2, 8, device="meta"))
-
-
 @pytest.mark.parametrize("word", ["fp16", "half", "16-mixed", "FP16", "bf16", "bf16-mixed"])
 def test_the_low_dtype_in_other_words(word: str) -> None:
     """Those of torch, Lightning and Hugging Face."""
     _, (plan,) = run(Net(), dtype=word)
     assert plan.dtype == ("bfloat16" if word.startswith("bf") else "float16")
-
-
-def test_a_model_on_a_device_that_is_not_supported() -> None:
-    with pytest.raises(MPCompileError, match="supported devices: cuda, cpu"):
-        mpcompile(nn.Linear(4, 4, device="meta"))
 
 
 def test_what_found_no_place_is_said() -> None:
@@ -269,8 +236,3 @@ def test_torch_below_the_range_is_refused(version: str) -> None:
 def test_torch_inside_the_range_is_taken(version: str) -> None:
     check_torch_version(version)
     warn_of_version(version)  # pytest makes an error of a warning
-
-
-def test_asking_about_a_model_that_was_not_compiled() -> None:
-    with pytest.raises(MPCompileError, match="not compiled by mpcompile"):
-        compiled_plans(Net())

@@ -50,6 +50,7 @@ LOW = "the low dtype is dtype='float16', 'bfloat16' or 'auto'"
 
 # a value of an option of mpcompile() -> what the error says
 VALUES: dict[tuple[str, Any], str] = {
+    ("dtype", "no"): f"unknown dtype 'no': {FP32}",
     ("dtype", "fp61"): "did you mean 'fp16'?",
     ("dtype", "f16"): "did you mean 'fp16'?",
     ("dtype", "bfloat"): "did you mean 'bfloat16'?",
@@ -67,9 +68,12 @@ VALUES: dict[tuple[str, Any], str] = {
     ("loss_scale", 0): "must be positive and finite",
     ("loss_scale", float("nan")): "must be positive and finite",
     ("loss_scale", "static"): "use 'dynamic', 'grad_scaler', 'none', a number, or a LossScale",
+    ("loss_scale", "dynamc"): "did you mean 'dynamic'",
     ("loss_scale", torch.amp.GradScaler("cpu")): "leave the GradScaler out of the loop, too",
+    ("pad", "alway"): "did you mean 'always'",
     ("pad", True): "pad=True: use one of auto, always, never",
     ("emit", "cudagraphs"): "emit='cudagraphs': use one of inductor, aot_eager, eager",
+    ("dump", __file__): "can't be made a directory",
     ("dump", True): "dump=True: give the path of a directory",
     ("strict", None): "strict=None: use True or False",
     ("dynamic", "yes"): "dynamic='yes': use True or False",
@@ -136,9 +140,11 @@ MISTAKES: dict[str, tuple[Mistake, str]] = {
     "half": (lambda: mpcompile(Net().half()), "already in half precision"),
     "other half": (
         lambda: mpcompile(Net().bfloat16(), dtype="fp16"),
-        "stored in bfloat16, and the low dtype is float16",
+        "is stored in bfloat16, and the low dtype is float16. Weights in half precision are read "
+        "as they are: compile with dtype='bfloat16'",
     ),
     "double": (lambda: mpcompile(Net().double()), "call model.float() first"),
+    "meta": (lambda: mpcompile(nn.Linear(4, 4, device="meta")), "supported devices: cuda, cpu"),
     "complex": (lambda: mpcompile(nn.Linear(4, 4, dtype=torch.complex64)), "nothing to do in FP16"),
     "options of ours": (
         lambda: mpcompile(Net(), options={"level": "O2"}),
@@ -147,6 +153,14 @@ MISTAKES: dict[str, tuple[Mistake, str]] = {
     "options of theirs": (
         lambda: mpcompile(Net(), options={"max_autotunee": True}),
         "Unexpected optimization option max_autotunee; did you mean 'max_autotune'?",
+    ),
+    "mode without Inductor": (
+        lambda: mpcompile(Net(), mode="max-autotune", emit="eager"),
+        "mode='max-autotune' is Inductor's",
+    ),
+    "options in a list": (
+        lambda: mpcompile(Net(), options=["max_autotune"]),
+        "give a dict of Inductor's options",
     ),
     # policies
     "near": (modules("fc_1"), "'fc_1' matches no module; did you mean 'fc1'?; the modules of Net:"),
@@ -161,6 +175,15 @@ MISTAKES: dict[str, tuple[Mistake, str]] = {
     "policy as dict": (
         lambda: mpcompile(Net(), policy={"low": ["mm"]}),
         "give an mpcompile.Policy(",
+    ),
+    "in both": (lambda: with_policy(low=["mm"], full=["aten.mm"]), "in both"),
+    "a word": (lambda: with_policy(low="mm"), "give a collection"),
+    "a number": (lambda: with_policy(low=[3]), "not an operator"),
+    "nodes by number": (lambda: with_policy(nodes={1: "fp32"}), "give a dict, name -> precision"),
+    "FP16 gradients": (lambda: with_policy(modules={"fc1": "fp16"}), "fc1': 'fp16'"),
+    "FP16 gradients of a node": (
+        lambda: with_policy(nodes={"linear": "FP16"}),
+        "FP16 gradients need a loss scale",
     ),
     # loss scales
     "LossScale": (lambda: LossScale(), "make one by LossScale.dynamic(init_scale=...)"),
