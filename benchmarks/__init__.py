@@ -11,6 +11,6 @@
       report   tables, verdicts, every number                harness/report.py
     page       benchmarks/results/NAME_DEVICE.md and .json, which the documents cite; figures.py
 
-A benchmark that is long measures or counts in modules of its folder, and makes tables and verdicts
-of what it found in the folder's `__init__.py`.
+A benchmark is one file where it fits into one. Else its models, tasks or tools are modules of its
+folder, and `run`, tables and verdicts are in the folder's `__init__.py`.
 """

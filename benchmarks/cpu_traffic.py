@@ -38,10 +38,9 @@ from torch._inductor.virtualized import V
 from torch.utils._ordered_set import OrderedSet
 
 from benchmarks.harness.processes import calls_elsewhere
-from benchmarks.harness.report import Report, Settings, Table, paragraphs, plain
+from benchmarks.harness.report import Claims, Report, Settings, Table, paragraphs, plain
 from benchmarks.harness.scheduled import is_kernel, moved, name_of, origin, origins, plan_only
-from benchmarks.harness.ways import trainer_for
-from benchmarks.peers.measure import AUTOCAST, PIECES, ways
+from benchmarks.harness.ways import AUTOCAST, PIECES, everyones, trainer_for
 from benchmarks.real_models import BY_DEVICE, TASKS, TINY
 from mpcompile.devices import cpu
 
@@ -117,7 +116,7 @@ class _Graph:
 def counted(name: str, arm: str) -> Any:
     """Two steps of a model in this process; the second one is counted."""
     (task,) = (task for task in TASKS if task.name == name)
-    (way,) = (way for way in ways(torch.device("cpu"), "inductor") if way.name == arm)
+    (way,) = (way for way in everyones(torch.device("cpu"), "inductor") if way.name == arm)
     if way.level:
         way = dataclasses.replace(way, options={**way.options, "verify": False})
     torch._dynamo.reset()
@@ -244,7 +243,7 @@ def make_report(found: dict[str, dict[str, Count]]) -> Report:
         title="A training step on a CPU, by bytes",
         notes=paragraphs(__doc__),
         tables=[_sums(found), *(_causes(name, arms) for name, arms in found.items())],
-        verdicts=_verdicts(found),
+        verdicts=dict(_verdicts(found)),
         data={"counted": plain(found)},
     )
 
@@ -282,16 +281,14 @@ def _mb(size: int) -> str:
     return f"{size / 1e6:.1f}"
 
 
-def _verdicts(found: dict[str, dict[str, Count]]) -> dict[str, bool]:
-    verdicts = {}
+def _verdicts(found: dict[str, dict[str, Count]]) -> Claims:
     for name, arms in found.items():
         peer = arms[AUTOCAST]
         for arm, count in arms.items():
             if arm != AUTOCAST:
                 whole = sum(count.bytes.values()) / sum(peer.bytes.values())
                 claim = f"{name}: {arm} moves no more bytes than {AUTOCAST}"
-                verdicts[f"{claim}: {whole:.3f}x"] = whole <= 1
+                yield f"{claim}: {whole:.3f}x", whole <= 1
                 peak = count.peak / peer.peak
                 claim = f"{name}: {arm}'s estimated peak is at most {MOST_PEAK}x that of {AUTOCAST}"
-                verdicts[f"{claim}: {peak:.3f}x"] = peak <= MOST_PEAK
-    return verdicts
+                yield f"{claim}: {peak:.3f}x", peak <= MOST_PEAK

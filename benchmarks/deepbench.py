@@ -14,17 +14,8 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from benchmarks.harness.report import Report, Settings, Table, paragraphs, plain, where
-from benchmarks.harness.timing import (
-    Arm,
-    far_behind,
-    how_compared,
-    idle_wait,
-    low_beside,
-    ratio,
-    summarize,
-    take_turns,
-)
+from benchmarks.harness import timing
+from benchmarks.harness.report import Claims, Report, Settings, Table, paragraphs, plain, where
 from mpcompile.profile import Profile, load
 from mpcompile.profile.calls import Point, build
 from mpcompile.profile.cost_model import KINDS
@@ -162,22 +153,22 @@ def work_for(device: torch.device) -> Work:
 
 
 def _measure(shape: Shape, work: Work, device: torch.device, profile: Profile | None) -> Found:
-    low, wait = low_beside(device), idle_wait(device)
+    low, wait = timing.low_beside(device), timing.idle_wait(device)
     calls = {
         FULL: (shape.aligned, torch.float32),
         LOW: (shape.aligned, low),
         ODD + FULL: (shape.odd, torch.float32),
         ODD + LOW: (shape.odd, low),
     }
-    arms = [Arm(arm, build(*call, device).both) for arm, call in calls.items()]
+    arms = [timing.Arm(arm, build(*call, device).both) for arm, call in calls.items()]
     for arm in arms:
         arm.step()  # kernels are chosen, and weights packed, in the first call
-    left_out = far_behind(arms, wait=wait)
+    left_out = timing.far_behind(arms, wait=wait)
     kept = [arm for arm in arms if arm.name not in left_out]
-    one = take_turns(kept, rounds=2, steps=1, wait=wait)
+    one = timing.take_turns(kept, rounds=2, steps=1, wait=wait)
     steps = max(1, round(work.seconds / min(map(min, one.values()))))
     return Found(
-        seconds=take_turns(kept, rounds=work.rounds, steps=steps, wait=wait),
+        seconds=timing.take_turns(kept, rounds=work.rounds, steps=steps, wait=wait),
         left_out=left_out,
         predicted={arm: _predicted(profile, *call) for arm, call in calls.items()},
     )
@@ -200,16 +191,16 @@ CLEAR = 1.1
 
 def make_report(device: torch.device, work: Work, found: Mapping[str, Found]) -> Report:
     """The whole report."""
-    low = str(low_beside(device)).removeprefix("torch.")
+    low = str(timing.low_beside(device)).removeprefix("torch.")
     how = (
-        f"The low dtype is {low}. {how_compared(work.rounds, 'the first')} A call that takes ten "
-        "times as long as the fastest was timed once."
+        f"The low dtype is {low}. {timing.how_compared(work.rounds, 'the first')} A call that "
+        "takes ten times as long as the fastest was timed once."
     )
     return Report(
         title=f"DeepBench's shapes, {low} against FP32, on {where(device)}",
         notes=[*paragraphs(__doc__), how],
         tables=[_ratios(found), _times(found)],
-        verdicts=_verdicts(found),
+        verdicts=dict(_verdicts(found)),
         data={"rounds": work.rounds, "shapes": plain(found)},
     )
 
@@ -217,12 +208,12 @@ def make_report(device: torch.device, work: Work, found: Mapping[str, Found]) ->
 def _gain(one: Found, base: str, arm: str) -> float:
     """How many times faster `arm` is than `base`."""
     if base in one.seconds and arm in one.seconds:
-        return ratio(one.seconds[base], one.seconds[arm]).paired
+        return timing.ratio(one.seconds[base], one.seconds[arm]).paired
     return _seconds(one, base) / _seconds(one, arm)
 
 
 def _seconds(one: Found, arm: str) -> float:
-    return one.left_out[arm] if arm in one.left_out else summarize(one.seconds[arm]).median
+    return one.left_out[arm] if arm in one.left_out else timing.summarize(one.seconds[arm]).median
 
 
 def _told(one: Found, base: str, arm: str) -> float | None:
@@ -246,7 +237,7 @@ def _ratios(found: Mapping[str, Found]) -> Table:
 def _cells(one: Found, base: str, arm: str) -> tuple[str, str]:
     told = _told(one, base, arm)
     known = base in one.seconds and arm in one.seconds
-    gain = str(ratio(one.seconds[base], one.seconds[arm])) if known else (
+    gain = str(timing.ratio(one.seconds[base], one.seconds[arm])) if known else (
         f"{_gain(one, base, arm):.2f}x"
     )  # fmt: skip
     return gain, "" if told is None else f"{told:.2f}x"
@@ -263,16 +254,14 @@ def _times(found: Mapping[str, Found]) -> Table:
 def _time(one: Found, arm: str) -> str:
     if arm in one.left_out:
         return f"{1e3 * one.left_out[arm]:.1f}, once"
-    return summarize(one.seconds[arm]).text(digits=2)
+    return timing.summarize(one.seconds[arm]).text(digits=2)
 
 
-def _verdicts(found: Mapping[str, Found]) -> dict[str, bool]:
+def _verdicts(found: Mapping[str, Found]) -> Claims:
     """Where it matters, the profile chooses the dtype that is faster."""
-    verdicts = {}
     for name, one in found.items():
         told, gain = _told(one, FULL, LOW), _gain(one, FULL, LOW)
         if told is not None and not 1 / CLEAR < gain < CLEAR:
             numbers = f"{gain:.2f}x, it says {told:.2f}x"
             claim = f"{name}: the profile names the faster dtype: {numbers}"
-            verdicts[claim] = (told > 1) == (gain > 1)
-    return verdicts
+            yield claim, (told > 1) == (gain > 1)

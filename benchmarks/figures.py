@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from benchmarks.ablations import training as ablations
+from benchmarks import ablations
 from benchmarks.harness.processes import ROOT
 from benchmarks.harness.report import RESULTS
+from benchmarks.harness.ways import AUTOCAST, BUDGETED, COMPILED, EAGER, PIECES, RECOMPUTES, WHOLE
 from benchmarks.papers.report import Histogram, chart
 from benchmarks.papers.task import FP32, UNSCALED
 from benchmarks.papers.tasks import ROWS
-from benchmarks.peers.measure import AUTOCAST, BUDGETED, COMPILED, EAGER, PIECES, RECOMPUTES, WHOLE
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

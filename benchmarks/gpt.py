@@ -2,9 +2,9 @@
 
 The arms train the same model on the same batch: torch.compile in FP32, torch.compile under
 autocast(bfloat16), and mpcompile at O1, at O2, and at O2 with `recompute=True`, which is there to
-show what saving memory costs. On CUDA two more train in FP16 with a loss scale: autocast under a
-GradScaler, and mpcompile at O2 under an MPOptimizer. A step is the forward (the loss is inside the
-compiled function) and the backward; a second measurement adds the AdamW step.
+show what saving memory costs. A step is the forward (the loss is inside the compiled function) and
+the backward; a second measurement adds the AdamW step. (In FP16, with a loss scale, `real_models`
+trains a GPT-2 on CUDA.)
 
 Start times are those of a fresh process, from the call that compiles to the end of the first step
 (Inductor is imported by the one or by the other): *cold* with empty caches, *warm* in later
@@ -15,27 +15,16 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import tempfile
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 
-from benchmarks.harness.processes import call_elsewhere
-from benchmarks.harness.report import Report, Settings, Table, plain, where
-from benchmarks.harness.timing import (
-    Arm,
-    Ratio,
-    far_behind,
-    how_compared,
-    idle_wait,
-    ratio,
-    summarize,
-    take_turns,
-)
+from benchmarks.harness import timing
+from benchmarks.harness.processes import starts_in_turns
+from benchmarks.harness.report import Claims, Report, Settings, Table, plain, where
 from benchmarks.harness.ways import Way
 from benchmarks.models import tokens
 from benchmarks.step_times import AUTOCAST, FP32, O1, O2, OURS, Begun, Timed, ways
@@ -55,10 +44,10 @@ def run(settings: Settings) -> Report:
 # What is compared: the arms, the sizes, and one model under one compiler.
 
 RECOMPUTE = "mpcompile O2, recompute"
-HALF_AUTOCAST, HALF_O2 = "compile + autocast FP16, GradScaler", "mpcompile O2 FP16, MPOptimizer"
 ARMS = (FP32, AUTOCAST, O1, O2, RECOMPUTE)
-HALF_ARMS = (HALF_AUTOCAST, HALF_O2)
 STARTED = (FP32, AUTOCAST, O1, O2)
+PAIRS = tuple((ours, base) for ours in (O1, O2, RECOMPUTE) for base in (AUTOCAST, FP32))
+"""Who is compared with whom."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +55,6 @@ class Work:
     """What is measured, and how often.
 
     Attributes:
-        half: with the arms in FP16.
         warm_starts: of each arm; 0: no start at all is measured.
     """
 
@@ -76,17 +64,6 @@ class Work:
     rounds: int = 40
     steps: int = 4
     warm_starts: int = 7
-    half: bool = False
-
-    @property
-    def arms(self) -> tuple[str, ...]:
-        return (*ARMS, *(HALF_ARMS if self.half else ()))
-
-    @property
-    def pairs(self) -> list[tuple[str, str]]:
-        """Who is compared with whom."""
-        full = [(ours, base) for ours in (O1, O2, RECOMPUTE) for base in (AUTOCAST, FP32)]
-        return [*full, *([(HALF_O2, HALF_AUTOCAST)] if self.half else [])]
 
 
 CPU = Work()
@@ -95,7 +72,6 @@ CUDA = Work(
     model=GPTConfig(vocab=32003, context=1024, width=2048, layers=4, heads=16),
     rounds=15,
     warm_starts=1,
-    half=True,
 )
 TINY = Work(
     model=GPTConfig(vocab=61, context=16, width=32, layers=1, heads=2),
@@ -109,14 +85,8 @@ TINY = Work(
 
 def _ways(device: torch.device, emit: str) -> dict[str, Way]:
     """All arms; only Inductor recomputes."""
-    found = ways(device)
-    recompute = {"recompute": emit == "inductor"}
-    more = (
-        dataclasses.replace(found[O2], name=RECOMPUTE, options=recompute),
-        Way(HALF_AUTOCAST, torch.float16, compiled=True, fused=True),
-        Way(HALF_O2, torch.float16, "O2", fused=True),
-    )
-    return found | {way.name: way for way in more}
+    found, recompute = ways(device), {"recompute": emit == "inductor"}
+    return found | {RECOMPUTE: dataclasses.replace(found[O2], name=RECOMPUTE, options=recompute)}
 
 
 def work_for(device: torch.device) -> Work:
@@ -180,20 +150,22 @@ class Measured:
 
 def measure_all(work: Work, device: torch.device) -> Measured:
     """Compile every arm, time those that are not far behind, then their starts."""
-    arms = {name: Trainee(name, work, device) for name in work.arms}
+    arms = {name: Trainee(name, work, device) for name in ARMS}
     for trainee in arms.values():
         trainee.compile()
     losses = {name: float(trainee.step()) for name, trainee in arms.items()}
     saved = {name: trainee.saved_bytes() for name, trainee in arms.items()}
     lowered = {name: trainee.runs_low() for name, trainee in arms.items() if name in OURS}
-    wait = idle_wait(device)
-    behind = far_behind([Arm(name, trainee.step) for name, trainee in arms.items()], wait=wait)
-    slow = {name: behind[name] for name in (AUTOCAST, HALF_AUTOCAST) if name in behind}
+    wait = timing.idle_wait(device)
+    behind = timing.far_behind(
+        [timing.Arm(name, trainee.step) for name, trainee in arms.items()], wait=wait
+    )
+    slow = {name: behind[name] for name in (AUTOCAST,) if name in behind}
     timed_arms = {name: trainee for name, trainee in arms.items() if name not in slow}
 
     def timed(step: str) -> dict[str, list[float]]:
-        turns = [Arm(name, getattr(trainee, step)) for name, trainee in timed_arms.items()]
-        return take_turns(turns, rounds=work.rounds, steps=work.steps, wait=wait)
+        turns = [timing.Arm(name, getattr(trainee, step)) for name, trainee in timed_arms.items()]
+        return timing.take_turns(turns, rounds=work.rounds, steps=work.steps, wait=wait)
 
     backward = timed("step")
     update = timed("step_with_update")
@@ -210,31 +182,15 @@ def measure_starts(
     work: Work, device: torch.device, arms: Sequence[str]
 ) -> dict[str, dict[str, Any]]:
     """Each arm: one cold start, then warm ones in turns; every arm has caches of its own."""
-    found: dict[str, dict[str, Any]] = {}
-    with tempfile.TemporaryDirectory() as caches:
-
-        def start(name: str) -> dict[str, Any]:
-            return _start(name, device, Path(caches) / name.replace(" ", "_"))
-
-        for name in arms:
-            found[name] = {"cold": start(name), "warm": []}
-        for _ in range(work.warm_starts):
-            for name in arms:
-                found[name]["warm"].append(start(name))
-    return found
-
-
-def _start(name: str, device: torch.device, cache: Path) -> dict[str, Any]:
-    caches = {"TORCHINDUCTOR_CACHE_DIR": str(cache)}
-    step = "benchmarks.gpt:first_step"
-    found: dict[str, Any] = call_elsewhere(step, name, device.type, environment=caches)
-    return found
+    calls = {name: (name, device.type) for name in arms}
+    found = starts_in_turns(1 + work.warm_starts, "benchmarks.gpt:first_step", calls)
+    return {name: {"cold": cold, "warm": warm} for name, (cold, *warm) in found.items()}
 
 
 def first_step(name: str, kind: str) -> dict[str, Any]:
     """What the fresh process does: the first step, timed. CPU time does not see other processes."""
     device = torch.device(kind)
-    trainee, wait = Trainee(name, work_for(device), device), idle_wait(device)
+    trainee, wait = Trainee(name, work_for(device), device), timing.idle_wait(device)
     wait()
     wall, cpu = time.perf_counter(), time.process_time()
     trainee.compile()
@@ -266,8 +222,8 @@ def make_report(work: Work, device: torch.device, found: Measured) -> Report:
     times = {"forward + backward": found.backward, "with AdamW": found.update}
     ratios = {
         label: {
-            f"{ours} over {base}": ratio(samples[base], samples[ours])
-            for ours, base in work.pairs
+            f"{ours} over {base}": timing.ratio(samples[base], samples[ours])
+            for ours, base in PAIRS
             if base in samples
         }
         for label, samples in times.items()
@@ -281,7 +237,7 @@ def make_report(work: Work, device: torch.device, found: Measured) -> Report:
             _ratio_table(ratios),
             *([_start_table(found.starts)] if found.starts else []),
         ],
-        verdicts=verdicts(ratios["forward + backward"], found.starts, found.lowered),
+        verdicts=dict(verdicts(ratios["forward + backward"], found.starts, found.lowered)),
         data={
             "work": plain(work),
             "first_loss": found.losses,
@@ -298,8 +254,8 @@ def _notes(work: Work) -> list[str]:
     return [
         f"{size.layers} pre-norm layers, width {size.width}, {size.heads} heads, vocabulary "
         f"{size.vocab}, {work.batch} sequences of {size.context} tokens; the loss is inside the "
-        f"compiled function. {work.steps} steps in a round. {how_compared(work.rounds)} Saved: "
-        "what autograd keeps between forward and backward.",
+        f"compiled function. {work.steps} steps in a round. {timing.how_compared(work.rounds)} "
+        "Saved: what autograd keeps between forward and backward.",
         "Starts are fresh processes, timed from the compiling call to the end of the first step. "
         "Passes: our capture and passes, as a share of the cold start. CPU seconds are the "
         "process's own and see less of what else runs on the machine.",
@@ -313,8 +269,8 @@ def _step_table(found: Measured) -> Table:
         [
             (
                 name,
-                summarize(samples).text(),
-                summarize(found.update[name]).text(),
+                timing.summarize(samples).text(),
+                timing.summarize(found.update[name]).text(),
                 f"{found.saved[name] / 2**20:.1f}",
                 f"{found.losses[name]:.4f}",
             )
@@ -323,29 +279,18 @@ def _step_table(found: Measured) -> Table:
     )
 
 
-def _ratio_table(ratios: dict[str, dict[str, Ratio]]) -> Table:
-    labels = list(ratios)
-    return Table(
-        "How many times faster",
-        ("", *(f"{label}{what}" for label in labels for what in ("", ", of medians"))),
-        [
-            (
-                name,
-                *(
-                    cell
-                    for label in labels
-                    for value in [ratios[label][name]]
-                    for cell in (str(value), f"{value.of_medians:.2f}x")
-                ),
-            )
-            for name in ratios[labels[0]]
-        ],
-    )
+def _ratio_table(ratios: dict[str, dict[str, timing.Ratio]]) -> Table:
+    rows = []
+    for name in next(iter(ratios.values())):
+        found = [group[name] for group in ratios.values()]
+        rows.append((name, *(x for one in found for x in (str(one), f"{one.of_medians:.2f}x"))))
+    columns = (f"{label}{what}" for label in ratios for what in ("", ", of medians"))
+    return Table("How many times faster", ("", *columns), rows)
 
 
 def _start_table(starts: dict[str, dict[str, Any]]) -> Table:
     def warm(name: str, key: str) -> str:
-        return summarize([s[key] for s in starts[name]["warm"]]).text(unit=1, digits=2)
+        return timing.summarize([s[key] for s in starts[name]["warm"]]).text(unit=1, digits=2)
 
     return Table(
         "Start of a fresh process",
@@ -376,19 +321,17 @@ def _warm_ratio(starts: dict[str, dict[str, Any]], ours: str) -> float:
 
 
 def verdicts(
-    ratios: dict[str, Ratio], starts: dict[str, dict[str, Any]], lowered: dict[str, bool]
-) -> dict[str, bool]:
+    ratios: dict[str, timing.Ratio], starts: dict[str, dict[str, Any]], lowered: dict[str, bool]
+) -> Claims:
     """Ours over the peers, as far as these were timed; and the starts."""
-    found = {}
     for ours in OURS:
         full = OVER_FP32 if lowered[ours] else KEEPS
         for base, target in ((AUTOCAST, OVER_AUTOCAST), (FP32, full)):
             if value := ratios.get(f"{ours} over {base}"):
                 claim = f"{ours} at least {target}x the speed of {base}: {value.paired:.2f}x"
-                found[claim] = value.paired >= target
+                yield claim, value.paired >= target
     for ours in OURS if starts else ():
         share, warm = _share(starts[ours]), _warm_ratio(starts, ours)
         claim = f"{ours}: passes at most {SHARE:.0%} of the cold start: {share:.1%}"
-        found[claim] = share <= SHARE
-        found[f"{ours}: warm start within {WARM}x of {FP32}: {warm:.2f}x"] = warm <= WARM
-    return found
+        yield claim, share <= SHARE
+        yield f"{ours}: warm start within {WARM}x of {FP32}: {warm:.2f}x", warm <= WARM

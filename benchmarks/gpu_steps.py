@@ -26,7 +26,6 @@ from torch import Tensor, nn
 from benchmarks.harness.ways import Way, trainer_for
 from benchmarks.models import (
     GPT2,
-    STILL,
     BERTEncoder,
     Discriminator,
     Generator,
@@ -96,9 +95,9 @@ def _gan(**sizes: int) -> tuple[nn.Module, nn.Module]:
 
 
 CASES = (
-    Case("GPT-2 124M, T1024", functools.partial(GPT2, **STILL), {"h100": 16, "t4": 2},
+    Case("GPT-2 124M, T1024", GPT2, {"h100": 16, "t4": 2},
          lambda batch: tokens(batch, 1024, 50257, 50257), layers=12),
-    Case("BERT-large, T512", functools.partial(BERTEncoder, **STILL), {"h100": 32, "t4": 4},
+    Case("BERT-large, T512", BERTEncoder, {"h100": 32, "t4": 4},
          lambda batch: tokens(batch, 512, 30522, 2), layers=24),
     Case("ViT-B/16", ViT, {"h100": 128, "t4": 16}, pixels),
     Case("ResNet-50", resnet50, {"h100": 256, "t4": 32}, pixels),
@@ -110,7 +109,7 @@ CASES = (
 # For a smoke test.
 TINY = (
     Case("GPT-2, tiny", functools.partial(GPT2, vocab=61, context=16, width=64, heads=2,
-         layers=2, **STILL),
+         layers=2),
          {"h100": 2, "t4": 2}, lambda batch: tokens(batch, 16, 61, 61)),
     Case("DCGAN, tiny", functools.partial(_gan, width=8), {"h100": 2, "t4": 2},
          lambda batch: pixels(batch, 64)),

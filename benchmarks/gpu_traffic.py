@@ -15,7 +15,7 @@ from typing import Any
 
 from benchmarks.gpu_steps import ARMS, AUTOCAST, CASES, CHECKED, COUNTED, FLOOR, FP32, OURS
 from benchmarks.harness.processes import call_elsewhere
-from benchmarks.harness.report import Report, Settings, Table
+from benchmarks.harness.report import Claims, Report, Settings, Table
 from mpcompile.devices.gpus import gpu
 
 DEVICES = ("cpu",)  # a GPU that is there is none that exists by name only
@@ -52,7 +52,7 @@ def make_report(counted: Counted) -> Report:
             *_ratios(counted),
             *(_table(*found) for found in _models(counted)),
         ],
-        verdicts=_verdicts(counted),
+        verdicts=dict(_verdicts(counted)),
         data={"ceilings": {name: _ceilings(name) for name in counted}, "counted": counted},
     )
 
@@ -168,8 +168,7 @@ def _table(name: str, model: str, arms: dict[str, Counts]) -> Table:
     return Table(f"{name.upper()}: {model}{size}", columns, rows)
 
 
-def _verdicts(counted: Counted) -> dict[str, bool]:
-    verdicts = {}
+def _verdicts(counted: Counted) -> Claims:
     for arm in OURS:
         compared = [
             (arms, f"{model} on {name.upper()}")
@@ -181,12 +180,12 @@ def _verdicts(counted: Counted) -> dict[str, bool]:
         for times, how in (("seconds", ""), (_FLOORED, " with the floor")):
             least, where = min((_faster(arms, arm.name, times), at) for arms, at in compared)
             claim = f"{arm.name} is nowhere below autocast at the ceilings{how}"
-            verdicts[f"{claim}: {least:.3f}x at worst, {where}"] = least >= 1.0
+            yield f"{claim}: {least:.3f}x at worst, {where}", least >= 1.0
         more, where = max(
             (_kernels(arms[arm.name]) - _kernels(arms[AUTOCAST.name]), at) for arms, at in compared
         )
         claim = f"{arm.name} nowhere takes more kernels than autocast"
-        verdicts[f"{claim}: {more:+.0f} at most, {where}"] = more <= 0
+        yield f"{claim}: {more:+.0f} at most, {where}", more <= 0
     waits = [
         arms[arm.name]["host"]["syncs"]
         for _, _, arms in _models(counted)
@@ -198,9 +197,8 @@ def _verdicts(counted: Counted) -> dict[str, bool]:
         if checked:
             apart = checked["apart"]
             claim = f"{model} on {name.upper()}: layers add up exactly, at {CHECKED} of them"
-            verdicts[f"{claim}: {apart:.1e} apart"] = apart < 1e-6
-    verdicts["with an MPOptimizer the host waits for nothing"] = not any(waits)
-    return verdicts
+            yield f"{claim}: {apart:.1e} apart", apart < 1e-6
+    yield "with an MPOptimizer the host waits for nothing", not any(waits)
 
 
 def _notes() -> list[str]:

@@ -26,17 +26,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from benchmarks.harness import timing
 from benchmarks.harness.report import Report, Settings, Table, paragraphs, plain, where
-from benchmarks.harness.timing import (
-    Ratio,
-    auto_or,
-    how_compared,
-    idle_wait,
-    in_turns,
-    ratio,
-    summarize,
-)
-from benchmarks.models import GPT2, STILL, Sample, Tagger, tokens
+from benchmarks.models import GPT2, Sample, Tagger, tokens
 from mpcompile import MPOptimizer, mpcompile
 from mpcompile.optim.decide import Decision
 from mpcompile.optim.rests_on import OfStep
@@ -113,7 +105,7 @@ class Work:
     emit: str = "inductor"
 
 
-_GPT = functools.partial(GPT2, vocab=128, context=16, width=32, layers=2, heads=2, **STILL)
+_GPT = functools.partial(GPT2, vocab=128, context=16, width=32, layers=2, heads=2)
 WORK = Work(
     {
         "one linear, 32": linears(32, 32),
@@ -172,7 +164,7 @@ def run(settings: Settings) -> Report:
     finally:
         torch.set_num_threads(threads)
     ratios = {
-        name: {arm: ratio(arms[PEER][WHOLE], arms[arm][WHOLE]) for arm in OURS}
+        name: {arm: timing.ratio(arms[PEER][WHOLE], arms[arm][WHOLE]) for arm in OURS}
         for name, arms in found.items()
     }
     return Report(
@@ -180,7 +172,7 @@ def run(settings: Settings) -> Report:
         notes=[
             *paragraphs(__doc__),
             f"16 rows or tokens each. Microseconds, on a GPU those of the host; {work.steps} steps "
-            f"in a round. {how_compared(work.rounds)}",
+            f"in a round. {timing.how_compared(work.rounds)}",
         ],
         tables=[*(_table(name, arms, ratios[name]) for name, arms in found.items()), _split(parts)],
         verdicts={
@@ -231,7 +223,7 @@ def _peer(small: Small, dtype: torch.dtype, work: Work, device: torch.device) ->
 def _ours(name: str, small: Small, dtype: torch.dtype, work: Work, device: torch.device) -> Arm:
     model, batch = _built(small, device)
     level = "O2" if name == O2 else "O1"
-    mpcompile(model, dtype=auto_or(dtype, device), level=level, emit=work.emit)
+    mpcompile(model, dtype=timing.auto_or(dtype, device), level=level, emit=work.emit)
     inner = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=name == PLAIN)
     optimizer = inner if name == PLAIN else MPOptimizer(inner, emit=work.emit)
     backward = torch.Tensor.backward
@@ -243,12 +235,12 @@ def _ours(name: str, small: Small, dtype: torch.dtype, work: Work, device: torch
 
 def _timed(arms: Mapping[str, Arm], work: Work, device: torch.device) -> dict[str, Phases]:
     """The arms in turns, each round beginning with another one."""
-    wait = idle_wait(device)
+    wait = timing.idle_wait(device)
     found: dict[str, Phases] = {name: {p: [] for p in (*PHASES, WHOLE)} for name in arms}
     for arm in arms.values():
         for _ in range(3 * work.steps):
             arm.run()
-    for name, arm in in_turns(list(arms.items()), work.rounds):
+    for name, arm in timing.in_turns(list(arms.items()), work.rounds):
         for _ in range(max(1, work.steps // 4)):
             arm.run()
         wait()
@@ -312,9 +304,9 @@ class Clock:
 # -- the tables ------------------------------------------------------------------------------------
 
 
-def _table(name: str, arms: Mapping[str, Phases], ratios: Mapping[str, Ratio]) -> Table:
+def _table(name: str, arms: Mapping[str, Phases], ratios: Mapping[str, timing.Ratio]) -> Table:
     rows = [
-        (arm, *(summarize(phases[p]).text(1e6, 0) for p in (*PHASES, WHOLE)),
+        (arm, *(timing.summarize(phases[p]).text(1e6, 0) for p in (*PHASES, WHOLE)),
          str(ratios[arm]) if arm in ratios else "")
         for arm, phases in arms.items()
     ]  # fmt: skip

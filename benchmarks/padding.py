@@ -17,17 +17,8 @@ import torch
 from torch._inductor import config as inductor
 from torch._inductor.utils import fresh_cache
 
-from benchmarks.harness.report import Report, Settings, Table, plain, where
-from benchmarks.harness.timing import (
-    Arm,
-    Ratio,
-    how_compared,
-    idle_wait,
-    low_beside,
-    ratio,
-    summarize,
-    take_turns,
-)
+from benchmarks.harness import timing
+from benchmarks.harness.report import Claims, Report, Settings, Table, plain, where
 from benchmarks.harness.ways import Way
 from benchmarks.models import Detector, Recommender, Sample, tokens
 from benchmarks.step_times import Begun, Timed, Work
@@ -45,7 +36,7 @@ def run(settings: Settings) -> Report:
         title=f"Padding for Tensor Cores on {where(device)}",
         notes=_notes(work, device),
         tables=[_times(found), _ratios(found), _shares(found)],
-        verdicts=_verdicts(found, device),
+        verdicts=dict(_verdicts(found, device)),
         data={"rounds": work.rounds, "models": plain(found)},
     )
 
@@ -123,7 +114,7 @@ def _measure(timed: Timed, work: Work, device: torch.device) -> Found:
     torch._dynamo.reset()
     begun: dict[str, Begun] = {}
     losses, first = {}, {}
-    wait = idle_wait(device)
+    wait = timing.idle_wait(device)
     for way in _ways(device, work.emit):
         arm = way.name
         begun[arm] = Begun(way, timed, work.emit, device).compile()
@@ -134,8 +125,8 @@ def _measure(timed: Timed, work: Work, device: torch.device) -> Found:
             losses[arm] = float(begun[arm].step())
             wait()
             first[arm] = time.perf_counter() - start
-    turns = [Arm(arm, one.step) for arm, one in begun.items()]
-    seconds = take_turns(turns, rounds=work.rounds, steps=timed.steps, wait=wait)
+    turns = [timing.Arm(arm, one.step) for arm, one in begun.items()]
+    seconds = timing.take_turns(turns, rounds=work.rounds, steps=timed.steps, wait=wait)
     plans = {arm: compiled_plans(begun[arm].model) for arm in OURS}
     shares = {arm: plan.tensor_cores.share for arm, (plan,) in plans.items()}
     passes = {
@@ -147,7 +138,7 @@ def _measure(timed: Timed, work: Work, device: torch.device) -> Found:
 
 
 def _ways(device: torch.device, emit: str) -> list[Way]:
-    low = low_beside(device)
+    low = timing.low_beside(device)
     # Inductor's own choice is made by timing; "auto" of ours times nothing.
     pads = ({"shape_padding": arm == PAD_MM} if emit == "inductor" else {} for arm in PEERS)
     peers = [
@@ -174,8 +165,8 @@ def _notes(work: Work, device: torch.device) -> list[str]:
         "A GPT with the 50257 words of GPT-2, DLRM's towers and products of features, SSD's heads. "
         "Inductor's pad_mm is for GPUs; on a CPU both peers are the same program.",
         "Forward (the loss is inside the compiled function) and backward on one batch, in "
-        f"{'FP16' if device.type == 'cuda' else 'BF16'}. {how_compared(work.rounds, 'the arm')} "
-        "Passes: ours that decide and "
+        f"{'FP16' if device.type == 'cuda' else 'BF16'}. "
+        f"{timing.how_compared(work.rounds, 'the arm')} Passes: ours that decide and "
         'place padding, as a share of the first step with "never", in which all is compiled.',
     ]
 
@@ -185,7 +176,7 @@ def _times(found: Mapping[str, Found]) -> Table:
         (
             name,
             arm,
-            summarize(samples).text(digits=2),
+            timing.summarize(samples).text(digits=2),
             f"{one.first[arm]:.1f}",
             f"{one.losses[arm]:.4f}",
         )
@@ -198,17 +189,17 @@ def _times(found: Mapping[str, Found]) -> Table:
 
 def better_peer(seconds: Mapping[str, list[float]]) -> str:
     """The peer with the smaller median."""
-    return min(PEERS, key=lambda peer: summarize(seconds[peer]).median)
+    return min(PEERS, key=lambda peer: timing.summarize(seconds[peer]).median)
 
 
-def over_peer(one: Found, arm: str) -> Ratio:
+def over_peer(one: Found, arm: str) -> timing.Ratio:
     """How many times faster than the better peer."""
-    return ratio(one.seconds[better_peer(one.seconds)], one.seconds[arm])
+    return timing.ratio(one.seconds[better_peer(one.seconds)], one.seconds[arm])
 
 
-def over_never(one: Found, arm: str) -> Ratio:
+def over_never(one: Found, arm: str) -> timing.Ratio:
     """How many times faster than ours without padding."""
-    return ratio(one.seconds[NEVER], one.seconds[arm])
+    return timing.ratio(one.seconds[NEVER], one.seconds[arm])
 
 
 def compile_overhead(one: Found) -> float:
@@ -249,18 +240,16 @@ def _shares(found: Mapping[str, Found]) -> Table:
     return Table("FLOPs in aligned products, and what the passes take", columns, rows)
 
 
-def _verdicts(found: Mapping[str, Found], device: torch.device) -> dict[str, bool]:
-    verdicts = {}
+def _verdicts(found: Mapping[str, Found], device: torch.device) -> Claims:
     for name, one in found.items():
         if device.type == "cuda":
             fast = over_peer(one, AUTO).paired
             claim = f"{name}: auto at least {OVER_PEERS}x the better peer: {fast:.2f}x"
-            verdicts[claim] = fast >= OVER_PEERS
+            yield claim, fast >= OVER_PEERS
             continue
         slower = 1 / over_never(one, AUTO).paired - 1
         claim = f"{name}: auto at most {OVERHEAD:.0%} slower than never: {slower:+.1%}"
-        verdicts[claim] = slower <= OVERHEAD
+        yield claim, slower <= OVERHEAD
         longer = compile_overhead(one)
         claim = f"{name}: auto's passes at most {OVERHEAD:.0%} of the first step: {longer:.2%}"
-        verdicts[claim] = longer <= OVERHEAD
-    return verdicts
+        yield claim, longer <= OVERHEAD

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,11 +21,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.harness.report import Report, Settings, paragraphs, where
-from benchmarks.harness.ways import Trainer
-from benchmarks.models import GPT2, STILL, BERTEncoder, Sample, ViT, pixels, resnet50, tokens
-from benchmarks.papers.task import Metrics, Task
-from benchmarks.peers import make_report
-from benchmarks.peers.measure import AUTOCAST, COMPILED, OURS, Work, measure_all, measure_some
+from benchmarks.harness.ways import AUTOCAST, COMPILED, OURS, Trainer
+from benchmarks.models import GPT2, BERTEncoder, Sample, ViT, pixels, resnet50, tokens
+from benchmarks.papers.task import Metrics, OneModel, Task
+from benchmarks.peers import Work, make_report, measure_all, measure_some
 from benchmarks.zoo.timm_models import timm
 
 ARMS = (COMPILED, AUTOCAST, *OURS)
@@ -68,7 +68,7 @@ Batch = Mapping[str, Tensor]
 Loss = Callable[[nn.Module, Batch], Tensor]
 
 
-class _Training:
+class _Training(OneModel):
     """The step of a script that someone would write for the model: AdamW, one batch.
 
     Args:
@@ -76,29 +76,18 @@ class _Training:
     """
 
     def __init__(
-        self,
-        trainer: Trainer,
-        build: Callable[[], nn.Module],
-        draw: Callable[[], Batch],
-        loss: Loss,
-    ) -> None:
-        self._trainer, self._loss = trainer, loss
-        self._model = trainer.model(build())
-        make = functools.partial(torch.optim.AdamW, lr=1e-4)
-        self._optimizer = trainer.optimizer(make, list(self._model.parameters()))
-        self._batch = {name: x.to(trainer.device) for name, x in draw().items()}
-        self.update = trainer.whole(self._update)
+        self, trainer: Trainer, seed: int, build: Callable[[], nn.Module],
+        draw: Callable[[], Batch], loss: Loss,
+    ) -> None:  # fmt: skip
+        self._drawn, self._of = draw, loss
+        super().__init__(trainer, seed, build(), functools.partial(torch.optim.AdamW, lr=1e-4))
 
-    def _update(self, batch: Batch) -> Tensor:
-        with self._trainer.forward():
-            loss = self._loss(self._model, batch)
-        self._trainer.backward(loss)
-        self._trainer.update(self._optimizer)
-        return loss.detach()
+    def _draw(self, seed: int) -> Iterator[Sequence[Batch]]:
+        batch = {name: x.to(self._device) for name, x in self._drawn().items()}
+        return itertools.repeat((batch,))
 
-    def step(self) -> Tensor:
-        loss: Tensor = self.update(self._batch)
-        return loss
+    def _loss(self, batch: Batch) -> Tensor:
+        return self._of(self._net, batch)
 
     def judge(self) -> Metrics:
         """Nothing is learned from one batch."""
@@ -108,7 +97,7 @@ class _Training:
 def _task(name: str, build: Callable[[], nn.Module], draw: Callable[[], Batch], loss: Loss) -> Task:
     return Task(
         name=name, claim="", data="random", metric="", higher=False, steps=1,
-        start=lambda trainer, seed: _Training(trainer, build, draw, loss),
+        start=lambda trainer, seed: _Training(trainer, seed, build, draw, loss),
     )  # fmt: skip
 
 
@@ -215,9 +204,9 @@ BY_DEVICE = {
     ),
     # Those whose steps `gpu_traffic` counts. A machine with a GPU may lack transformers and timm.
     "cuda": (
-        _by_itself("GPT-2 124M, B16 T1024", functools.partial(GPT2, **STILL),
+        _by_itself("GPT-2 124M, B16 T1024", GPT2,
                    tokens(16, 1024, 50257, 50257)),
-        _by_itself("BERT-large, B32 T512", functools.partial(BERTEncoder, **STILL),
+        _by_itself("BERT-large, B32 T512", BERTEncoder,
                    tokens(32, 512, 30522, 2)),
         _by_itself("ResNet-50, B256, 224 px", resnet50, pixels(256)),
         _by_itself("ViT-B/16, B128, 224 px", ViT, pixels(128)),

@@ -15,16 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from benchmarks.harness import timing
 from benchmarks.harness.report import Report, Settings, Table, paragraphs, plain, where
-from benchmarks.harness.timing import (
-    Arm,
-    auto_or,
-    how_compared,
-    idle_wait,
-    ratio,
-    summarize,
-    take_turns,
-)
 from benchmarks.real_models import of_timm, of_transformers
 from mpcompile import mpcompile
 
@@ -103,15 +95,17 @@ def run(settings: Settings) -> Report:
     device, work = settings.device, TINY if settings.quick else WORK
     samples = {served.name: _timed(served, work, device) for served in work.models}
     columns = ("model", *ARMS)
-    times = [(name, *(summarize(arms[a]).text() for a in ARMS)) for name, arms in samples.items()]
+    times = [
+        (name, *(timing.summarize(arms[a]).text() for a in ARMS)) for name, arms in samples.items()
+    ]
     ratios = {
-        name: {peer: ratio(arms[peer], arms[OURS]) for peer in ARMS[:-1]}
+        name: {peer: timing.ratio(arms[peer], arms[OURS]) for peer in ARMS[:-1]}
         for name, arms in samples.items()
     }
     over = [(name, *map(str, found.values())) for name, found in ratios.items()]
     return Report(
         title=f"Models in evaluation, on {where(device)}",
-        notes=[*paragraphs(__doc__), how_compared(work.rounds)],
+        notes=[*paragraphs(__doc__), timing.how_compared(work.rounds)],
         tables=[
             Table("mpcompile O1: how many times as fast as", columns[:-1], over),
             Table("A call, ms", columns, times),
@@ -139,12 +133,14 @@ def _timed(served: Served, work: Work, device: torch.device) -> dict[str, list[f
         model.load_state_dict(weights)
         if name == OURS:
             dynamic = served.dynamic or None
-            mpcompile(model, dtype=auto_or(torch.bfloat16, device), emit=work.emit, dynamic=dynamic)
+            mpcompile(
+                model, dtype=timing.auto_or(torch.bfloat16, device), emit=work.emit, dynamic=dynamic
+            )
         elif name != EAGER:
             model.compile(backend=work.emit, dynamic=served.dynamic or None)
         return model
 
-    def arm(name: str) -> Arm:
+    def arm(name: str) -> timing.Arm:
         model = made(name)
         autocast = functools.partial(torch.autocast, device.type, torch.bfloat16)
 
@@ -152,10 +148,10 @@ def _timed(served: Served, work: Work, device: torch.device) -> dict[str, list[f
             with torch.no_grad(), autocast(enabled=name == AUTOCAST):
                 served.ask(model, sample)
 
-        return Arm(name, step)
+        return timing.Arm(name, step)
 
     arms = [arm(name) for name in ARMS]
     for one in arms:  # compile, for the first sizes and for those that come later
         for _ in range(3):
             one.step()
-    return take_turns(arms, rounds=work.rounds, steps=2, wait=idle_wait(device))
+    return timing.take_turns(arms, rounds=work.rounds, steps=2, wait=timing.idle_wait(device))

@@ -13,24 +13,15 @@ from collections.abc import Mapping
 
 import torch
 
-from benchmarks.harness.report import Report, Settings, Table, plain, where
-from benchmarks.harness.timing import (
-    Arm,
-    Ratio,
-    far_behind,
-    how_compared,
-    idle_wait,
-    ratio,
-    summarize,
-    take_turns,
-)
-from benchmarks.models import GPT2, MLP, STILL, Sample, Tagger, tokens
+from benchmarks.harness import timing
+from benchmarks.harness.report import Claims, Report, Settings, Table, plain, where
+from benchmarks.models import GPT2, MLP, Sample, Tagger, tokens
 from benchmarks.step_times import AUTOCAST, OURS, PEERS, REFUSED, Begun, Timed, Work, ways
 
 
 def _transformer(width: int, length: int, layers: int = 2) -> functools.partial[GPT2]:
     return functools.partial(
-        GPT2, vocab=128, context=length, width=width, layers=layers, heads=2, **STILL
+        GPT2, vocab=128, context=length, width=width, layers=layers, heads=2
     )  # fmt: skip
 
 
@@ -78,14 +69,14 @@ def _compared(work: Work, device: torch.device) -> Report:
     found = measure_all(work, device)
     how = (
         "Forward (the loss is inside the compiled function) and backward on one batch, in BF16 "
-        f"where an arm runs low. {how_compared(work.rounds)}"
+        f"where an arm runs low. {timing.how_compared(work.rounds)}"
     )
     ratios = {model: over_better(samples) for model, samples in found.seconds.items()}
     return Report(
         title=f"Networks of small matrix products on {where(device)}",
         notes=[_NOTE, how, *found.left_out],
         tables=[_times(found), _ratios(ratios)],
-        verdicts=_verdicts(ratios),
+        verdicts=dict(_verdicts(ratios)),
         data={
             "rounds": work.rounds,
             "steps": {model.name: model.steps for model in work.models},
@@ -136,14 +127,14 @@ def measure_all(work: Work, device: torch.device) -> Measured:
                 del steps[arm]
                 why = f"{model.name}: {arm} can't run here, torch says: {error}."
                 found.left_out.append(why)
-        turns = [Arm(arm, step) for arm, step in steps.items()]
-        spent = far_behind(turns, wait=idle_wait(device)).get(AUTOCAST)
+        turns = [timing.Arm(arm, step) for arm, step in steps.items()]
+        spent = timing.far_behind(turns, wait=timing.idle_wait(device)).get(AUTOCAST)
         if spent is not None:
             turns = [turn for turn in turns if turn.name != AUTOCAST]
             found.left_out.append(f"{model.name}: {AUTOCAST} takes {spent:.1f} s a step; left out.")
-        found.seconds[model.name] = take_turns(
+        found.seconds[model.name] = timing.take_turns(
             turns, rounds=work.rounds, steps=model.steps, settle=max(1, model.steps // 4),
-            wait=idle_wait(device),
+            wait=timing.idle_wait(device),
         )  # fmt: skip
     return found
 
@@ -155,31 +146,31 @@ OVER_BETTER = 0.98
 """Each level of ours over the better peer: no slower, up to what a run can tell apart."""
 
 
-def over_better(samples: Mapping[str, list[float]]) -> tuple[str, dict[str, Ratio]]:
+def over_better(samples: Mapping[str, list[float]]) -> tuple[str, dict[str, timing.Ratio]]:
     """The peer with the smaller median, and each level of ours over it."""
-    base = min((p for p in PEERS if p in samples), key=lambda peer: summarize(samples[peer]).median)
-    return base, {arm: ratio(samples[base], samples[arm]) for arm in OURS}
+    base = min(
+        (p for p in PEERS if p in samples), key=lambda peer: timing.summarize(samples[peer]).median
+    )
+    return base, {arm: timing.ratio(samples[base], samples[arm]) for arm in OURS}
 
 
-def _verdicts(ratios: Mapping[str, tuple[str, Mapping[str, Ratio]]]) -> dict[str, bool]:
-    verdicts = {}
+def _verdicts(ratios: Mapping[str, tuple[str, Mapping[str, timing.Ratio]]]) -> Claims:
     for model, (base, group) in ratios.items():
         for arm, found in group.items():
             claim = f"{model}: {arm} at least {OVER_BETTER}x the better peer, {base}"
-            verdicts[f"{claim}: {found.paired:.2f}x"] = found.paired >= OVER_BETTER
-    return verdicts
+            yield f"{claim}: {found.paired:.2f}x", found.paired >= OVER_BETTER
 
 
 def _times(found: Measured) -> Table:
     rows = [
-        (model, arm, summarize(samples).text(digits=2), f"{found.losses[model][arm]:.4f}")
+        (model, arm, timing.summarize(samples).text(digits=2), f"{found.losses[model][arm]:.4f}")
         for model, arms in found.seconds.items()
         for arm, samples in arms.items()
     ]
     return Table("Step", ("model", "arm", "forward + backward, ms", "first loss"), rows)
 
 
-def _ratios(ratios: Mapping[str, tuple[str, Mapping[str, Ratio]]]) -> Table:
+def _ratios(ratios: Mapping[str, tuple[str, Mapping[str, timing.Ratio]]]) -> Table:
     rows = [
         (model, base, *(str(group[arm]) for arm in OURS)) for model, (base, group) in ratios.items()
     ]

@@ -29,7 +29,7 @@ from torch._dynamo.utils import compilation_time_metrics
 
 from benchmarks.harness.peak import peak_bytes
 from benchmarks.harness.processes import starts
-from benchmarks.harness.report import Report, Settings, Table, paragraphs, plain
+from benchmarks.harness.report import Claims, Report, Settings, Table, paragraphs, plain
 from benchmarks.harness.timing import Arm, idle_wait, seconds_of, take_turns
 from benchmarks.harness.timing import ratio as ratio_of
 from benchmarks.harness.ways import Trainer, Way, trainer_for
@@ -87,7 +87,7 @@ def run(settings: Settings) -> Report:
         title="What it costs to compare compiled code with its graph",
         notes=[*paragraphs(__doc__), f"Rounds: {rounds}."],
         tables=[_table(found)],
-        verdicts=_verdicts(found) | _flag_verdict(names[0], flag),
+        verdicts=dict(_verdicts(found)) | _flag_verdict(names[0], flag),
         data={
             "models": {
                 name: {"verified": plain(ways[True]), "not verified": plain(ways[False])}
@@ -195,17 +195,14 @@ def _table(found: Mapping[str, Mapping[bool, Starts]]) -> Table:
     )
 
 
-def _verdicts(found: Mapping[str, Mapping[bool, Starts]]) -> dict[str, bool]:
-    verdicts = {}
+def _verdicts(found: Mapping[str, Mapping[bool, Starts]]) -> Claims:
     for name, ways in found.items():
         cold = ratio(alike(ways), "cold")
-        verdicts[f"{name}: a cold step takes at most {MOST}x of that without: {cold:.3f}x"] = (
-            cold <= MOST
-        )
+        claim = f"{name}: a cold step takes at most {MOST}x of that without"
+        yield f"{claim}: {cold:.3f}x", cold <= MOST
         pairs = zip(ways[True].peak, ways[False].peak, ways[False].live, strict=True)
         more = statistics.median((ours - theirs) / live for ours, theirs, live in pairs)
-        verdicts[f"{name}: a peak is higher by what is live at most: {more:.2f} of it"] = more <= 1
-    return verdicts
+        yield f"{name}: a peak is higher by what is live at most: {more:.2f} of it", more <= 1
 
 
 def _flag_verdict(name: str, seconds: Mapping[str, list[float]]) -> dict[str, bool]:

@@ -28,11 +28,11 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from typing import Any
 
+from benchmarks import zoo
 from benchmarks.harness.report import Report, Settings, Table, paragraphs
-from benchmarks.zoo import report as zoo
+from benchmarks.zoo import no_further_off, ratio_to
 from benchmarks.zoo.catalogue import TORCHVISION, rows_of
 from benchmarks.zoo.measure import BOTH, COMPILED, LEVELS
-from benchmarks.zoo.report import no_further_off, ratio_to
 
 DEVICES = ("cpu",)
 NEEDS = ("torchvision",)
@@ -66,7 +66,7 @@ def make_report(notes: Sequence[str], rows: Sequence[Row]) -> Report:
     if missing := [model for model in TORCHVISION if model not in there]:
         notes = [*notes, f"**Not measured yet: {', '.join(missing)}.**"]
     report = zoo.make_report(notes, rows, LEAST)
-    compared = no_further_off(rows, [(level, BOTH) for level in LEVELS])
+    compared = dict(no_further_off(rows, [(level, BOTH) for level in LEVELS]))
     return dataclasses.replace(
         report,
         title="torchvision's models in FP16",

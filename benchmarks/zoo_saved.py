@@ -21,22 +21,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.harness.report import Report, Settings, Table, paragraphs
-from benchmarks.saved_bytes import excess
-from benchmarks.saved_bytes.count import (
-    AUTOCAST,
-    LOW,
-    O1,
-    O2,
-    Way,
-    autocast,
-    planned_for_gpu,
-    prepared,
-)
+from benchmarks.harness.report import Claims, Report, Settings, Table, paragraphs
+from benchmarks.saved_bytes import count, excess
+from benchmarks.zoo import LEAST
 from benchmarks.zoo.catalogue import LIBRARIES, rows_of
 from benchmarks.zoo.making import Entry, Inputs
 from benchmarks.zoo.measure import BOTH, LEVELS
-from benchmarks.zoo.report import LEAST
 from mpcompile.plans.partitioned import Saved
 
 DEVICES = ("cpu",)
@@ -58,7 +48,7 @@ def make_report(rows: Sequence[Mapping[str, Any]]) -> Report:
         title="A zoo of architectures: bytes kept for the backward",
         notes=paragraphs(__doc__),
         tables=[*(_table(library, rows) for library in LEAST), *_beyond(rows)],
-        verdicts=_verdicts(rows),
+        verdicts=dict(_verdicts(rows)),
         data={"rows": list(rows)},
     )
 
@@ -97,8 +87,7 @@ def _beyond(rows: Sequence[Mapping[str, Any]]) -> list[Table]:
     return [Table("Kept beyond the peer, without casts, or not counted", columns, found)]
 
 
-def _verdicts(rows: Sequence[Mapping[str, Any]]) -> dict[str, bool]:
-    verdicts = {}
+def _verdicts(rows: Sequence[Mapping[str, Any]]) -> Claims:
     for casts in (True, False):
         what = "" if casts else ", without casts"
         for level in LEVELS:
@@ -106,19 +95,18 @@ def _verdicts(rows: Sequence[Mapping[str, Any]]) -> dict[str, bool]:
                      if (ratio := share(row, level, casts=casts)) is not None]  # fmt: skip
             fine = sum(ratio <= _SAME for ratio in known)
             claim = f"{level} keeps no more than {BOTH}{what}: {fine} of {len(known)}"
-            verdicts[claim] = fine == len(known)
+            yield claim, fine == len(known)
         if known:
             middle = median(known)
             claim = f"O2 keeps at most {O2_MEDIAN:.2f}x in the median{what}: {middle:.2f}x"
-            verdicts[claim] = middle <= O2_MEDIAN
-    return verdicts
+            yield claim, middle <= O2_MEDIAN
 
 
 # -- saved -----------------------------------------------------------------------------------------
 # Bytes that autograd holds between forward and backward, by compile + autocast and by mpcompile.
 
 _LISTED = 4
-WAYS = {BOTH: AUTOCAST, "O1": O1, "O2": O2}
+WAYS = {BOTH: count.AUTOCAST, "O1": count.O1, "O2": count.O2}
 
 
 def saved(name: str, draws: int = 1) -> dict[str, Any]:
@@ -144,7 +132,9 @@ def saved(name: str, draws: int = 1) -> dict[str, Any]:
     return {"name": name, "kind": entry.kind, "saved": found}
 
 
-def _held(entry: Entry, model: nn.Module, way: Way, inputs: Inputs) -> tuple[list[Saved], int, int]:
+def _held(
+    entry: Entry, model: nn.Module, way: count.Way, inputs: Inputs
+) -> tuple[list[Saved], int, int]:
     """What partitioned forwards save, and the bytes that autograd holds: all, and of casts."""
     listed: list[Saved] = []
     tensors: dict[int, Tensor] = {}  # by the address of their memory
@@ -155,14 +145,14 @@ def _held(entry: Entry, model: nn.Module, way: Way, inputs: Inputs) -> tuple[lis
 
     batch = [value for value in inputs.values() if isinstance(value, Tensor)]
     there = [*model.parameters(), *model.buffers(), *batch]
-    with planned_for_gpu(), prepared(model, way, listed, runs=True):
-        with autocast(way, torch.device("cpu")):
+    with count.planned_for_gpu(), count.prepared(model, way, listed, runs=True):
+        with count.autocast(way, torch.device("cpu")):
             entry.loss(model, inputs)  # compiles
             with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
                 entry.loss(model, inputs)
         for tensor in there:
             tensors.pop(tensor.untyped_storage().data_ptr(), None)
-    casts = {_contents(tensor.to(LOW)) for tensor in there if tensor.dtype == torch.float32}
+    casts = {_contents(tensor.to(count.LOW)) for tensor in there if tensor.dtype == torch.float32}
     size_of = {at: tensor.untyped_storage().nbytes() for at, tensor in tensors.items()}
     low = [at for at, tensor in tensors.items() if _contents(tensor) in casts]
     return listed, sum(size_of.values()), sum(size_of[at] for at in low)

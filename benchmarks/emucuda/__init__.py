@@ -21,9 +21,18 @@ A process that has become a GPU stays one: use one for each.
 
 from __future__ import annotations
 
-from benchmarks.cuda_parts.build import CannotBuild
+import ctypes
+import os
+from pathlib import Path
 
-from benchmarks.emucuda.library import LIBRARY  # isort: skip  (before torch, which the next line imports)
-from benchmarks.emucuda.device import EmulatedGPU, become
+from benchmarks.cuda_parts.build import CannotBuild, load
+
+LIBRARY = load(Path(__file__).with_name("emucuda.cpp"))  # before torch, which the last line imports
+os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported, which Dynamo does
+for _name in ("now", "allocated", "peak", "calls"):
+    getattr(LIBRARY, f"emucuda_{_name}").restype = ctypes.c_int64
+LIBRARY.emucuda_arrive.argtypes = [ctypes.c_int64]
+
+from benchmarks.emucuda.device import EmulatedGPU, become  # noqa: E402
 
 __all__ = ["LIBRARY", "CannotBuild", "EmulatedGPU", "become"]

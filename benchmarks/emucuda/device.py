@@ -12,8 +12,7 @@ import torch
 from torch.backends.cudnn import rnn
 
 from benchmarks.cuda_parts.inductor import properties_of
-from benchmarks.emucuda import graphs, kernels
-from benchmarks.emucuda.library import LIBRARY
+from benchmarks.emucuda import LIBRARY, graphs, kernels
 from mpcompile.devices.gpus import GPU, gpu
 
 

@@ -13,16 +13,16 @@ wait costs all that the GPU is behind by.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from benchmarks.emucuda.device import this_gpu
 from benchmarks.harness.report import RESULTS, Report, Table, environment, paragraphs
-from mpcompile import MPOptimizer, mpcompile
+from benchmarks.harness.ways import Way, trainer_for
 from mpcompile.demo.gpt import GPT, GPTConfig
 
 SIZES = GPTConfig(vocab=61, context=16, width=64, layers=2, heads=2)
@@ -31,32 +31,22 @@ SCALE = 2.0**10
 KINDS = ("operators", "kernels", "allocations", "copies", "pinned", "events", "waits")
 
 
-@dataclass(frozen=True)
-class Arm:
-    """A way of training: autocast where there is no level."""
-
-    name: str
-    level: str = ""
-    generated: bool = False
-    whole: bool = False
+def _ours(level: str, what: str = "") -> Way:
+    """With an `MPOptimizer`, or as a whole step, where `what` says so."""
+    return Way(f"mpcompile {level}{what}", torch.float16, level, fused=True, whole="whole" in what,
+               generated=bool(what), options={"loss_scale": SCALE})  # fmt: skip
 
 
-ARMS = (
-    Arm("compile + autocast + GradScaler"),
-    Arm("mpcompile O1", "O1"),
-    Arm("mpcompile O1, MPOptimizer", "O1", generated=True),
-    Arm("mpcompile O1, whole step", "O1", generated=True, whole=True),
-    Arm("mpcompile O2", "O2"),
-    Arm("mpcompile O2, MPOptimizer", "O2", generated=True),
-    Arm("mpcompile O2, whole step", "O2", generated=True, whole=True),
-)
+PEER = Way("compile + autocast + GradScaler", torch.float16, compiled=True, fused=True)
+_OURS = ("", ", MPOptimizer", ", whole step")
+ARMS = (PEER, *(_ours(level, what) for level in ("O1", "O2") for what in _OURS))
 
 
 def launches(counts: dict[str, float]) -> float:
     return counts["operators"] + counts["kernels"]
 
 
-def counted(arm: Arm, steps: int = STEPS) -> dict[str, float]:
+def counted(arm: Way, steps: int = STEPS) -> dict[str, float]:
     """What one of so many steps asks for, by kind; see `EmulatedGPU.host_calls`."""
     torch._dynamo.reset()
     torch.manual_seed(0)
@@ -73,46 +63,24 @@ def counted(arm: Arm, steps: int = STEPS) -> dict[str, float]:
     return {kind: (after[kind] - before[kind]) / steps for kind in KINDS}
 
 
-def _training(arm: Arm) -> Callable[..., Any]:
-    model: nn.Module = GPT(SIZES).cuda()
-    adam = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-    if not arm.level:
-        return _autocast(model, adam)
-    optimizer = MPOptimizer(adam, max_grad_norm=1.0) if arm.generated else adam
+def _training(arm: Way) -> Callable[..., Any]:
+    trainer = trainer_for(arm, "inductor", torch.device("cuda"))
+    model = trainer.model(GPT(SIZES))
+    adam = functools.partial(torch.optim.AdamW, lr=1e-3)
+    optimizer = trainer.optimizer(adam, [*model.parameters()], max_grad_norm=1.0)
 
     def step(*batch: Tensor) -> None:
-        model(*batch).backward()
-        if not arm.generated:
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-
-    compiled = mpcompile(
-        step if arm.whole else model, dtype="fp16", level=arm.level, loss_scale=SCALE
-    )
-    return compiled if arm.whole else step
-
-
-def _autocast(model: nn.Module, adam: torch.optim.Optimizer) -> Callable[..., Any]:
-    model.compile()
-    scaler = torch.amp.GradScaler("cuda", init_scale=SCALE)
-
-    def step(*batch: Tensor) -> None:
-        with torch.autocast("cuda", torch.float16):
+        with trainer.forward():
             loss = model(*batch)
-        scaler.scale(loss).backward()
-        scaler.unscale_(adam)
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        scaler.step(adam)
-        scaler.update()
-        adam.zero_grad()
+        trainer.backward(loss)
+        trainer.update(optimizer)
 
-    return step
+    return trainer.whole(step)
 
 
 def main() -> None:
     found = {arm.name: counted(arm) for arm in ARMS}
-    peer = found[ARMS[0].name]
+    peer = found[PEER.name]
     low = {arm.name: found[arm.name] for arm in ARMS if arm.generated and arm.level == "O2"}
     claims: dict[str, Callable[[dict[str, float]], bool]] = {
         "launches less (operators and kernels)": lambda c: launches(c) < launches(peer),

@@ -22,9 +22,12 @@ A process that has become a GPU stays one: use one for each.
 
 from __future__ import annotations
 
-from benchmarks.cuda_parts.build import CannotBuild
+from pathlib import Path
 
-from benchmarks.fakecuda.library import LIBRARY  # isort: skip  (before torch, which the next line imports)
-from benchmarks.fakecuda.device import FakeGPU, become
+from benchmarks.cuda_parts.build import CannotBuild, load
+
+LIBRARY = load(Path(__file__).with_name("guard.cpp"))  # before torch, which the next line imports
+
+from benchmarks.fakecuda.device import FakeGPU, become  # noqa: E402
 
 __all__ = ["LIBRARY", "CannotBuild", "FakeGPU", "become"]

@@ -27,8 +27,7 @@ from torch._inductor.graph import GraphLowering
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from benchmarks.fakecuda.device import FakeGPU
-from benchmarks.fakecuda.inductor import let_inductor_in
+from benchmarks.fakecuda.device import FakeGPU, let_inductor_in
 from benchmarks.fakecuda.launches import TENSORS, Launch, in_parts, launches, launches_of
 from benchmarks.harness.scheduled import plan_only
 

@@ -5,17 +5,20 @@ Torch internals used here were read in torch 2.13.
 
 from __future__ import annotations
 
+import sys
 import traceback
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._inductor import config as inductor
 from torch._subclasses import fake_impls
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _foreach_utils
 
-from benchmarks.cuda_parts.inductor import properties_of
-from benchmarks.fakecuda.library import LIBRARY
+from benchmarks.cuda_parts.inductor import describe, properties_of, set_for_all_threads
+from benchmarks.fakecuda import LIBRARY
 from mpcompile.devices.gpus import GPU, gpu
 from mpcompile.scaling.copies import WorkingCopy, _state
 
@@ -136,6 +139,20 @@ def _note_reads(device: FakeGPU) -> None:
         raise fake_impls.DataDependentOutputException(op)
 
     fake_impls.op_implementations_dict[torch.ops.aten._local_scalar_dense.default] = read
+
+
+def let_inductor_in(device: FakeGPU) -> None:
+    """Let Inductor take the device for a GPU that it can generate kernels for: answer what it asks,
+    and turn off what would have to run on one.
+    """
+    describe(device.gpu)
+    # `torch._dynamo.reset()` forgets CUDA graphs, by a module that a CPU build can't import.
+    graphs = ModuleType("torch._inductor.cudagraph_trees")
+    graphs.reset_cudagraph_trees = lambda: None  # type: ignore[attr-defined]
+    sys.modules[graphs.__name__] = graphs
+    # What is compiled here is of no use to other processes.
+    set_for_all_threads(torch.compiler.config, "force_disable_caches", True)
+    set_for_all_threads(inductor, "joint_graph_constant_folding", False)  # computes constants
 
 
 # -- masters ---------------------------------------------------------------------------------------

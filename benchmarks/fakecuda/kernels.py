@@ -26,8 +26,7 @@ import torch
 from torch._inductor import config as inductor
 
 from benchmarks.cuda_parts.inductor import set_for_all_threads, triton_driver
-from benchmarks.fakecuda.device import FakeGPU
-from benchmarks.fakecuda.inductor import let_inductor_in
+from benchmarks.fakecuda.device import FakeGPU, let_inductor_in
 
 
 @dataclass(frozen=True)

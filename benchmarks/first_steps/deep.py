@@ -6,6 +6,7 @@ import dataclasses
 import operator
 import statistics
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -87,11 +88,11 @@ def _made(arm: str, model: GPT, device: torch.device, emit: str) -> Callable[[Te
     options: Mapping[str, Any] = {"dtype": torch.bfloat16, "emit": emit}
     optimizer: Any = torch.optim.AdamW(model.parameters(), fused=True)
     blocks: Sequence[nn.Module] = list(model.blocks)
-    theirs = torch.autocast(device.type, torch.bfloat16, enabled=arm.startswith("torch."))
+    is_peer = arm in (PEER, "torch.compile(block)")
+    theirs: Any = torch.autocast(device.type, torch.bfloat16) if is_peer else nullcontext()
     if arm == PEER:
         model.compile(backend=emit)
     elif arm == _BACKEND:
-        theirs = torch.autocast(device.type, enabled=False)
         for block in blocks:
             block.compile(backend="mpcompile", options=dict(options))
     elif arm == "torch.compile(block)":
@@ -113,11 +114,4 @@ def _made(arm: str, model: GPT, device: torch.device, emit: str) -> Callable[[Te
         optimizer.zero_grad()
         return loss
 
-    def train_step(words: Tensor) -> Tensor:
-        loss: Tensor = model(words, words)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss
-
-    return mpcompile(train_step, **options) if arm == STEP else train
+    return mpcompile(train, **options) if arm == STEP else train

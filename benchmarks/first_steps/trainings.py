@@ -11,42 +11,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
 
+from benchmarks import models
 from benchmarks.first_steps.deep import DEEP, SHALLOW, Deep
-from benchmarks.models import (
-    GPT2,
-    MLP,
-    STILL,
-    Attention,
-    BERTEncoder,
-    Detector,
-    Discriminator,
-    Generator,
-    Recommender,
-    Sample,
-    Tagger,
-    UNet,
-    ViT,
-    drawn_as_dcgan,
-    resnet18,
-    resnet50,
-)
 from mpcompile.demo import GPT, GPTConfig, corpus, text_batches
 
 # -- models ----------------------------------------------------------------------------------------
 # Models and losses that only this benchmark trains. B examples each.
 
 
-class Autoencoder(nn.Module):
+def autoencoder() -> nn.Module:
     """(B, 64) -> (B, 64) through 8 numbers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.encoder = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 8))
-        self.decoder = nn.Sequential(nn.Linear(8, 128), nn.ReLU(), nn.Linear(128, 64))
-
-    def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.decoder(self.encoder(x))
-        return result
+    return nn.Sequential(
+        nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 8),
+        nn.Linear(8, 128), nn.ReLU(), nn.Linear(128, 64),
+    )  # fmt: skip
 
 
 class VAE(nn.Module):
@@ -186,7 +164,7 @@ def _of(
 
 
 def _sampled(
-    name: str, build: Callable[[], nn.Module], sample: Sample, optimizer: MakeOptimizer
+    name: str, build: Callable[[], nn.Module], sample: models.Sample, optimizer: MakeOptimizer
 ) -> Training:
     """One of `benchmarks/models`, with random targets."""
     return _of(name, build, functools.partial(sample.draw, torch.device("cpu")), optimizer)
@@ -207,8 +185,10 @@ def _text(config: GPTConfig, batch: int) -> Callable[[], Sequence[Tensor]]:
 
 def _gan(prepare: Prepare, device: torch.device, steps: int) -> Iterator[Tensor]:
     """PyTorch's tutorial on DCGAN, for images of 16 x 16; yields the sum of the three losses."""
-    made = Generator(noise=16, width=16, levels=2, channels=1)
-    generator, judge = map(drawn_as_dcgan, (made, Discriminator(width=16, levels=2, channels=1)))
+    made = models.Generator(noise=16, width=16, levels=2, channels=1)
+    generator, judge = map(
+        models.drawn_as_dcgan, (made, models.Discriminator(width=16, levels=2, channels=1))
+    )
     discriminator = nn.Sequential(judge, nn.Sigmoid())
     images = torch.rand(BATCHES, 16, 1, 16, 16, device=device) * 2 - 1
     noise = torch.randn(BATCHES, 16, 16, 1, 1, device=device)
@@ -246,55 +226,55 @@ def _mse(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 
 
 _CONFIG = GPTConfig(vocab=256, context=32, width=64, layers=2, heads=2)
-_small_gpt2 = functools.partial(GPT2, vocab=256, context=32, width=64, layers=2, heads=2, **STILL)
+_small_gpt2 = functools.partial(models.GPT2, vocab=256, context=32, width=64, layers=2, heads=2)
 _small_bert = functools.partial(
-    BERTEncoder, vocab=256, context=32, width=64, layers=2, heads=2, **STILL
+    models.BERTEncoder, vocab=256, context=32, width=64, layers=2, heads=2
 )  # fmt: skip
-_tokens = Sample((4, 32), (4, 32), 256, 256)
+_tokens = models.Sample((4, 32), (4, 32), 256, 256)
 
 _GPT2 = _sampled("GPT-2, D64 L2", _small_gpt2, _tokens, _with(AdamW, lr=6e-4))
 _RESNET18 = _sampled(
     "ResNet-18, 8 channels",
-    functools.partial(resnet18, width=8),
-    Sample((8, 3, 32, 32), (8,), 1000),
+    functools.partial(models.resnet18, width=8),
+    models.Sample((8, 3, 32, 32), (8,), 1000),
     _with(SGD, lr=0.01, momentum=0.9),
 )
-_MLP = _sampled("MLP, D64", MLP, Sample((64, 64), (64,), 10), _with(SGD, lr=0.1))
+_MLP = _sampled("MLP, D64", models.MLP, models.Sample((64, 64), (64,), 10), _with(SGD, lr=0.1))
 
 WORK = Work(
     trainings=(
         _of("GPT of the demo, D64 L2, text", functools.partial(GPT, _CONFIG), _text(_CONFIG, 4),
             _with(AdamW, lr=3e-4)),
         _GPT2,
-        _sampled("BERT, D64 L2", _small_bert, Sample((4, 32), (4, 32), 2, 256),
+        _sampled("BERT, D64 L2", _small_bert, models.Sample((4, 32), (4, 32), 2, 256),
                  _with(AdamW, lr=1e-4)),
         _sampled("ViT, D64 L2", functools.partial(
-                     ViT, size=32, patch=8, width=64, layers=2, heads=2, classes=100),
-                 Sample((8, 3, 32, 32), (8,), 100), _with(AdamW, lr=3e-4)),
-        _of("Attention, mean square", functools.partial(Attention, 64, 2, causal=True),
+                     models.ViT, size=32, patch=8, width=64, layers=2, heads=2, classes=100),
+                 models.Sample((8, 3, 32, 32), (8,), 100), _with(AdamW, lr=3e-4)),
+        _of("Attention, mean square", functools.partial(models.Attention, 64, 2, causal=True),
             _rows_and_targets((4, 32, 64), (4, 32, 64)), _with(Adam, lr=1e-3), _mse),
         _RESNET18,
-        _sampled("ResNet-50, 4 channels", functools.partial(resnet50, width=4),
-                 Sample((8, 3, 32, 32), (8,), 1000), _with(SGD, lr=0.01, momentum=0.9)),
-        _sampled("U-Net, 8 channels", functools.partial(UNet, width=8, levels=3),
-                 Sample((2, 3, 32, 32), (2, 32, 32), 4), _with(Adam, lr=1e-3)),
-        _sampled("Detector, 16 channels", functools.partial(Detector, width=16, classes=21),
-                 Sample((2, 3, 16, 16), (2, Detector.places(16)), 21),
+        _sampled("ResNet-50, 4 channels", functools.partial(models.resnet50, width=4),
+                 models.Sample((8, 3, 32, 32), (8,), 1000), _with(SGD, lr=0.01, momentum=0.9)),
+        _sampled("U-Net, 8 channels", functools.partial(models.UNet, width=8, levels=3),
+                 models.Sample((2, 3, 32, 32), (2, 32, 32), 4), _with(Adam, lr=1e-3)),
+        _sampled("Detector, 16 channels", functools.partial(models.Detector, width=16, classes=21),
+                 models.Sample((2, 3, 16, 16), (2, models.Detector.places(16)), 21),
                  _with(SGD, lr=1e-3, momentum=0.9)),
         _of("Denoiser, mean square", denoiser, _rows_and_targets((4, 3, 16, 16), (4, 3, 16, 16)),
             _with(AdamW, lr=1e-3), _mse),
         Training("DCGAN, two models", _gan),
         _MLP,
-        _sampled("Recommender", functools.partial(Recommender, width=16),
-                 Sample((32, 13), (32,), 2), _with(Adagrad, lr=1e-2)),
-        _sampled("LSTM tagger, D64", Tagger, Sample((8, 16), (8, 16), 16, 256),
+        _sampled("Recommender", functools.partial(models.Recommender, width=16),
+                 models.Sample((32, 13), (32,), 2), _with(Adagrad, lr=1e-2)),
+        _sampled("LSTM tagger, D64", models.Tagger, models.Sample((8, 16), (8, 16), 16, 256),
                  _with(Adam, lr=1e-2)),
         _of("Speech, CTC", Speech,
             lambda: (torch.randn(4, 50, 40), torch.randint(1, 32, (4, 10))),
             _with(AdamW, lr=1e-3), ctc_loss),
         _of("Two towers, contrastive", Towers, lambda: (torch.randn(64, 64), torch.randn(64, 64)),
             _with(Adam, lr=1e-3)),
-        _of("Autoencoder, summed squares", Autoencoder, _rows(64, 64), _with(Adam, lr=1e-3),
+        _of("Autoencoder, summed squares", autoencoder, _rows(64, 64), _with(Adam, lr=1e-3),
             lambda model, x: F.mse_loss(model(x), x, reduction="sum")),
         _of("VAE, summed over the batch", VAE, lambda: (torch.rand(64, 64), torch.randn(64, 8)),
             _with(Adam, lr=1e-3), vae_loss),
@@ -309,18 +289,16 @@ WORK = Work(
     deep=DEEP,
 )  # fmt: skip
 
+_TINY_MLP = _sampled("MLP", functools.partial(models.MLP, inputs=8, width=8, layers=1),
+                     models.Sample((4, 8), (4,), 10), _with(SGD, lr=0.1))  # fmt: skip
 TINY = Work(
     trainings=(
-        _sampled("MLP", functools.partial(MLP, inputs=8, width=8, layers=1),
-                 Sample((4, 8), (4,), 10), _with(SGD, lr=0.1)),
-        _of("Autoencoder, summed squares", Autoencoder, lambda: (3 * torch.randn(64, 64),),
+        _TINY_MLP,
+        _of("Autoencoder, summed squares", autoencoder, lambda: (3 * torch.randn(64, 64),),
             _with(Adam, lr=1e-3), lambda model, x: F.mse_loss(model(x), x, reduction="sum")),
         Training("DCGAN", _gan),
     ),
-    compiled=(
-        _sampled("MLP", functools.partial(MLP, inputs=8, width=8, layers=1),
-                 Sample((4, 8), (4,), 10), _with(SGD, lr=0.1)),
-    ),
+    compiled=(_TINY_MLP,),
     deep=SHALLOW,
     steps=2,
     emit="eager",

@@ -17,18 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
-from benchmarks.gpu import packages
-from benchmarks.gpu.runner import (
-    GRACE,
-    PACKAGES,
-    PASSED,
-    Piece,
-    Record,
-    read,
-    run,
-    summary_table,
-    write_summary,
-)
+from benchmarks.gpu import packages, runner
 from benchmarks.harness.processes import ROOT
 
 
@@ -45,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("--out DIR is needed")
     out = options.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
-    folder = out / PACKAGES
+    folder = out / runner.PACKAGES
     try:
         if options.wheels is not None:
             unpacked = packages.unpack(options.wheels, folder)
@@ -56,8 +45,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"can't import {', '.join(missing)}: install them, or give --wheels DIR")
     signal.signal(signal.SIGTERM, _terminated)
 
-    def sum_up(_: Record) -> None:
-        write_summary([read(piece, out) for piece in pieces], out)
+    def sum_up(_: runner.Record) -> None:
+        runner.write_summary([runner.read(piece, out) for piece in pieces], out)
 
     environment = {
         "PYTHONPATH": f"{ROOT}{os.pathsep}{folder}",
@@ -68,13 +57,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     }
     if not options.fake:  # so that a profile that was measured earlier changes nothing here
         environment["XDG_CACHE_HOME"] = str(out / "cache")
-    records = run(
+    records = runner.run(
         pieces, out, seconds=options.seconds, versions=_versions(), environment=environment,
         after=sum_up,
     )  # fmt: skip
-    print(summary_table(records, out))
-    write_summary(records, out)
-    return 0 if all(record.status == PASSED for record in records) else 1
+    print(runner.summary_table(records, out))
+    runner.write_summary(records, out)
+    return 0 if all(record.status == runner.PASSED for record in records) else 1
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -84,7 +73,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--seconds",
         type=float,
-        help=f"start nothing that might not end by then; at least {LONGEST + GRACE:.0f}",
+        help=f"start nothing that might not end by then; at least {LONGEST + runner.GRACE:.0f}",
     )
     parser.add_argument("--wheels", type=Path, metavar="DIR", help="packages that Python lacks")
     parser.add_argument("--fake", metavar="GPU", help="what can be seen on a GPU by name: h100, t4")
@@ -92,7 +81,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _chosen(options: argparse.Namespace, parser: argparse.ArgumentParser) -> list[Piece]:
+def _chosen(options: argparse.Namespace, parser: argparse.ArgumentParser) -> list[runner.Piece]:
     known = {piece.name: piece for piece in PIECES}
     for name in options.names:
         if name not in known:
@@ -141,13 +130,13 @@ LONGEST = 480
 _MPCOMPILE = ("-c", "import sys; from mpcompile.cli import main; sys.exit(main())")
 
 
-def _tests(name: str, limit: float, *paths: str, workers: int = 4) -> Piece:
+def _tests(name: str, limit: float, *paths: str, workers: int = 4) -> runner.Piece:
     """Tests marked gpu. Warnings don't fail them: a device that nobody has seen may bring new ones
     of torch's, which the log lists, and which should not hide what the tests say. Each result is in
     the log as it comes, and a test that hangs takes its worker with it alone: so where tests
     measure, and nothing may run beside them, there is one worker.
     """
-    return Piece(
+    return runner.Piece(
         name,
         ("-m", "pytest", "-m", "gpu", "-v", "-n", str(workers), "-W", "default",
          "-p", "no:cacheprovider", "--junitxml={out}/tests.xml",
@@ -156,19 +145,19 @@ def _tests(name: str, limit: float, *paths: str, workers: int = 4) -> Piece:
     )  # fmt: skip
 
 
-def _benchmark(name: str, limit: float) -> Piece:
+def _benchmark(name: str, limit: float) -> runner.Piece:
     command = ("-m", "benchmarks", "run", name, "--device", "cuda", "--out", "{out}")
-    return Piece(f"benchmark-{name}", command, limit)
+    return runner.Piece(f"benchmark-{name}", command, limit)
 
 
-def _row(number: int) -> Piece:
+def _row(number: int) -> runner.Piece:
     """One row of the papers' table; the benchmark after them collects what they keep."""
-    return Piece(f"papers-{number}", ("-m", "benchmarks.papers", "cuda", str(number)), 300)
+    return runner.Piece(f"papers-{number}", ("-m", "benchmarks.papers", "cuda", str(number)), 300)
 
 
-def _model(number: int) -> Piece:
+def _model(number: int) -> runner.Piece:
     """One of the models that people train; the benchmark after them collects what they keep."""
-    return Piece(
+    return runner.Piece(
         f"model-{number}",
         ("-c", f"from benchmarks.real_models import keep; keep('cuda', {number})"),
         480,
@@ -176,14 +165,14 @@ def _model(number: int) -> Piece:
 
 
 PIECES = (
-    Piece("info", (*_MPCOMPILE, "info", "--device", "cuda"), 60,
+    runner.Piece("info", (*_MPCOMPILE, "info", "--device", "cuda"), 60,
           by_name=("-m", "benchmarks.gpu.by_name", "{gpu}", "info")),
-    Piece("smoke", ("-m", "benchmarks.gpu.smoke"), 240,
+    runner.Piece("smoke", ("-m", "benchmarks.gpu.smoke"), 240,
           by_name=("-m", "benchmarks.gpu.by_name", "{gpu}", "smoke")),
     *(_model(number) for number in range(MODELS)),
     _benchmark("real_models", 480),
     # What it measures, the planner uses in the pieces below: it lies in the cache directory.
-    Piece("profile", (*_MPCOMPILE, "profile", "--device", "cuda", "--seconds", "100"), 240),
+    runner.Piece("profile", (*_MPCOMPILE, "profile", "--device", "cuda", "--seconds", "100"), 240),
     _benchmark("padding", 480),
     # It measures: nothing else beside it.
     _tests("tests-costs", 300, "devices/test_gpu_costs", workers=1),
@@ -195,7 +184,7 @@ PIECES = (
            "verify/test_verify_planted"),
     _benchmark("gpt", 480),
     _benchmark("optimizer_step", 420),
-    Piece("demo", (*_MPCOMPILE, "demo", "--device", "cuda", "--dump", "{out}/dump"), 300),
+    runner.Piece("demo", (*_MPCOMPILE, "demo", "--device", "cuda", "--dump", "{out}/dump"), 300),
     _benchmark("small", 360),
     _benchmark("planning", 300),
     _benchmark("first_steps", 480),

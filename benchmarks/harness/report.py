@@ -10,7 +10,7 @@ import json
 import os
 import platform
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -89,6 +89,10 @@ class Table:
         )
         body = [line(grid[0]), f"|{rule}|", *(line(row) for row in grid[1:])]
         return "\n".join([f"### {self.title}", "", *body])
+
+
+Claims = Iterator[tuple[str, bool]]
+"""Verdicts, one by one: a claim, and whether the numbers bear it out."""
 
 
 @dataclasses.dataclass(frozen=True)

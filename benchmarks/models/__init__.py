@@ -18,26 +18,4 @@ from benchmarks.models.images import (
     resnet50,
 )
 from benchmarks.models.sample import Sample, pixels, tokens
-from benchmarks.models.sequences import GPT2, MLP, STILL, Attention, BERTEncoder, Tagger, ViT
-
-__all__ = [
-    "GPT2",
-    "MLP",
-    "STILL",
-    "Attention",
-    "BERTEncoder",
-    "Detector",
-    "Discriminator",
-    "Generator",
-    "Recommender",
-    "ResNet",
-    "Sample",
-    "Tagger",
-    "UNet",
-    "ViT",
-    "drawn_as_dcgan",
-    "pixels",
-    "resnet18",
-    "resnet50",
-    "tokens",
-]
+from benchmarks.models.sequences import GPT2, MLP, Attention, BERTEncoder, Tagger, ViT

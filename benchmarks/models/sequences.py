@@ -1,10 +1,8 @@
-"""GPT-2, BERT and a vision transformer."""
+"""GPT-2, BERT and a vision transformer. None has dropout: every arm would draw its masks."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -14,9 +12,9 @@ from torch import Tensor, nn
 class Attention(nn.Module):
     """Self-attention, (B, T, D) -> (B, T, D); queries, keys and values from one product."""
 
-    def __init__(self, width: int, heads: int, *, causal: bool, dropout: float = 0.0) -> None:
+    def __init__(self, width: int, heads: int, *, causal: bool) -> None:
         super().__init__()
-        self.heads, self.causal, self.dropout = heads, causal, dropout
+        self.heads, self.causal = heads, causal
         self.qkv = nn.Linear(width, 3 * width)
         self.out = nn.Linear(width, width)
 
@@ -26,50 +24,40 @@ class Attention(nn.Module):
             part.view(batch, length, self.heads, width // self.heads).transpose(1, 2)
             for part in self.qkv(x).split(width, dim=2)
         )
-        dropped = self.dropout if self.training else 0.0
-        mixed = F.scaled_dot_product_attention(q, k, v, dropout_p=dropped, is_causal=self.causal)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
         result: Tensor = self.out(mixed.transpose(1, 2).reshape(batch, length, width))
         return result
 
 
 class _Layer(nn.Module):
-    """One transformer layer, (B, T, D) -> (B, T, D); dropout on both branches.
+    """One transformer layer, (B, T, D) -> (B, T, D).
 
     Args:
         before: norms stand before the branches (GPT-2, ViT), else after the sums (BERT).
     """
 
     def __init__(
-        self,
-        width: int,
-        heads: int,
-        *,
-        before: bool,
-        causal: bool = False,
-        tanh: bool = False,
-        dropout: float = 0.0,
-        attention_dropout: float = 0.0,
+        self, width: int, heads: int, *, before: bool, causal: bool = False, tanh: bool = False,
         eps: float = 1e-5,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__()
         self.before = before
         self.norm1 = nn.LayerNorm(width, eps=eps)
-        self.attention = Attention(width, heads, causal=causal, dropout=attention_dropout)
+        self.attention = Attention(width, heads, causal=causal)
         self.norm2 = nn.LayerNorm(width, eps=eps)
         self.up = nn.Linear(width, 4 * width)
         self.gelu = nn.GELU(approximate="tanh" if tanh else "none")
         self.down = nn.Linear(4 * width, width)
-        self.dropout = nn.Dropout(dropout)
 
     def _feed_forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.dropout(self.down(self.gelu(self.up(x))))
+        result: Tensor = self.down(self.gelu(self.up(x)))
         return result
 
     def forward(self, x: Tensor) -> Tensor:
         if self.before:
-            x = x + self.dropout(self.attention(self.norm1(x)))
+            x = x + self.attention(self.norm1(x))
             return x + self._feed_forward(self.norm2(x))
-        x = self.norm1(x + self.dropout(self.attention(x)))
+        x = self.norm1(x + self.attention(x))
         result: Tensor = self.norm2(x + self._feed_forward(x))
         return result
 
@@ -79,17 +67,14 @@ class GPT2(nn.Module):
 
     def __init__(
         self, *, vocab: int = 50257, context: int = 1024, width: int = 768, layers: int = 12,
-        heads: int = 12, dropout: float = 0.1, attention_dropout: float = 0.1,
+        heads: int = 12,
     ) -> None:  # fmt: skip
         super().__init__()
         self.tokens = nn.Embedding(vocab, width)
         self.positions = nn.Embedding(context, width)
-        self.dropout = nn.Dropout(dropout)
         self.layers = nn.ModuleList(
-            _Layer(width, heads, before=True, causal=True, tanh=True, dropout=dropout,
-                   attention_dropout=attention_dropout)
-            for _ in range(layers)
-        )  # fmt: skip
+            _Layer(width, heads, before=True, causal=True, tanh=True) for _ in range(layers)
+        )
         self.norm = nn.LayerNorm(width)
         self.head = _TiedHead()
         for table in (self.tokens, self.positions):
@@ -97,15 +82,11 @@ class GPT2(nn.Module):
 
     def forward(self, idx: Tensor, targets: Tensor) -> Tensor:
         steps = torch.arange(idx.shape[1], device=idx.device)
-        x = self.dropout(self.tokens(idx) + self.positions(steps))
+        x = self.tokens(idx) + self.positions(steps)
         for layer in self.layers:
             x = layer(x)
         loss: Tensor = self.head(self.norm(x), self.tokens.weight, targets)
         return loss
-
-
-STILL: Mapping[str, Any] = {"dropout": 0.0, "attention_dropout": 0.0}
-"""Of GPT-2 and BERT: without dropout, whose masks every arm would draw, and keep."""
 
 
 class _TiedHead(nn.Module):
@@ -126,25 +107,22 @@ class BERTEncoder(nn.Module):
 
     def __init__(
         self, *, vocab: int = 30522, context: int = 512, width: int = 1024, layers: int = 24,
-        heads: int = 16, tags: int = 2, dropout: float = 0.1, attention_dropout: float = 0.1,
+        heads: int = 16, tags: int = 2,
     ) -> None:  # fmt: skip
         super().__init__()
         self.tokens = nn.Embedding(vocab, width)
         self.positions = nn.Embedding(context, width)
         self.segments = nn.Embedding(2, width)
         self.norm = nn.LayerNorm(width, eps=1e-12)
-        self.dropout = nn.Dropout(dropout)
         self.layers = nn.ModuleList(
-            _Layer(width, heads, before=False, dropout=dropout, eps=1e-12,
-                   attention_dropout=attention_dropout)
-            for _ in range(layers)
-        )  # fmt: skip
+            _Layer(width, heads, before=False, eps=1e-12) for _ in range(layers)
+        )
         self.head = nn.Linear(width, tags)
 
     def forward(self, idx: Tensor, targets: Tensor) -> Tensor:
         steps = torch.arange(idx.shape[1], device=idx.device)
         segments = self.segments(torch.zeros_like(idx))
-        x = self.dropout(self.norm(self.tokens(idx) + self.positions(steps) + segments))
+        x = self.norm(self.tokens(idx) + self.positions(steps) + segments)
         for layer in self.layers:
             x = layer(x)
         return F.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())

@@ -83,6 +83,16 @@ class OneModel:
         """Batches in the order of a seed, without an end: the arguments of `_loss`."""
         raise NotImplementedError
 
+    def _shuffled(
+        self, seed: int, data: Any, count: int, held_out: int, batch: int
+    ) -> Iterator[list[Tensor]]:
+        """Of the `count` examples of `data`, but for the first ones: each pass in another order."""
+        generator = torch.Generator().manual_seed(seed)
+        while True:
+            order = held_out + torch.randperm(count - held_out, generator=generator)
+            for chosen in order.split(batch)[:-1]:
+                yield [part.to(self._device) for part in data[chosen]]
+
     def _loss(self, *batch: Any) -> Tensor:
         """Forward and loss, as they stand in the loop; `judge` has its own."""
         raise NotImplementedError

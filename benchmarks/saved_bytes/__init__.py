@@ -27,7 +27,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from benchmarks.harness.report import Report, Settings, Table, plain
+from benchmarks.harness.report import Claims, Report, Settings, Table, plain
 from benchmarks.saved_bytes.count import (
     AUTOCAST,
     BUDGET,
@@ -58,7 +58,7 @@ def run(settings: Settings) -> Report:
             ),
             *(table for name, found in saved.items() for table in _lists(name, found)),
         ],
-        verdicts=_verdicts(work, saved, held),
+        verdicts=dict(_verdicts(work, saved, held)),
         data={
             "bytes": {
                 name: {way: totals(found) for way, found in ways.items()}
@@ -147,31 +147,23 @@ def _lists(name: str, found: dict[str, list[Saved]]) -> Iterator[Table]:
         yield Table(f"{name}: FP32 in {STEPPED.name}", columns, rows)
 
 
-def _verdicts(
-    work: Work, saved: dict[str, dict[str, list[Saved]]], held: dict[str, int]
-) -> dict[str, bool]:
-    verdicts = {}
+def _verdicts(work: Work, saved: dict[str, dict[str, list[Saved]]], held: dict[str, int]) -> Claims:
     for name, found in saved.items():
         ours, half = (totals(found[way.name]) for way in (STEPPED, HALF))
         over = ours["all"] / half["all"]
-        verdicts[f"{name}: O2 saves at most {OVER_HALF}x pure half: {over:.3f}x"] = (
-            over <= OVER_HALF
-        )
+        yield f"{name}: O2 saves at most {OVER_HALF}x pure half: {over:.3f}x", over <= OVER_HALF
         share = ours["fp32"] / ours["all"]
-        verdicts[f"{name}: FP32 under {FULL_SHARE:.0%} of O2's bytes: {share:.1%}"] = (
-            share < FULL_SHARE
-        )
+        yield f"{name}: FP32 under {FULL_SHARE:.0%} of O2's bytes: {share:.1%}", share < FULL_SHARE
     for case in work.cases:
         for way in (w for w in WITH_HEAD if case.head):
             found = saved[case.name]
             ours, theirs = (totals(found[w.at(BUDGET).name]) for w in (way, AUTOCAST))
             over = ours["all"] / theirs["all"]
             claim = f"{case.name}: {way.name} at most {FUSED_OVER_AUTOCAST}x autocast, both at"
-            verdicts[f"{claim} budget {BUDGET:g}: {over:.3f}x"] = over <= FUSED_OVER_AUTOCAST
+            yield f"{claim} budget {BUDGET:g}: {over:.3f}x", over <= FUSED_OVER_AUTOCAST
     small = saved[work.small.name]
     apart = max(abs(held[way] / totals(one)["all"] - 1) for way, one in small.items())
-    verdicts[f"counted and held bytes agree within 1%: {apart:.2%}"] = apart < 0.01
-    return verdicts
+    yield f"counted and held bytes agree within 1%: {apart:.2%}", apart < 0.01
 
 
 # -- sums ------------------------------------------------------------------------------------------

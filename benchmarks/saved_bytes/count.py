@@ -14,16 +14,7 @@ from torch import Tensor, fx, nn
 from torch._functorch import config as functorch
 from torch._inductor import compile_fx
 
-from benchmarks.models import (
-    GPT2,
-    STILL,
-    BERTEncoder,
-    Sample,
-    ViT,
-    pixels,
-    resnet50,
-    tokens,
-)  # fmt: skip
+from benchmarks import models
 from mpcompile import MPOptimizer, mpcompile
 from mpcompile.compiler import backend
 from mpcompile.compiler.plan_graph import Facts, Planned, plan_graph
@@ -220,7 +211,7 @@ class Case:
 
     name: str
     build: Callable[[], nn.Module]
-    sample: Sample
+    sample: models.Sample
     head: bool = False
 
     @property
@@ -233,12 +224,12 @@ class Case:
 # Without dropout, whose masks would be a byte for each element. (And a CPU has no fused kernel for
 # attention with dropout.)
 CASES = (
-    Case("GPT-2 124M, B16 T1024", functools.partial(GPT2, **STILL),
-         tokens(16, 1024, 50257, 50257), head=True),
-    Case("BERT-large, B32 T512", functools.partial(BERTEncoder, **STILL),
-         tokens(32, 512, 30522, 2)),
-    Case("ViT-B/16, B128", ViT, pixels(128)),
-    Case("ResNet-50, B256", resnet50, pixels(256)),
+    Case("GPT-2 124M, B16 T1024", models.GPT2,
+         models.tokens(16, 1024, 50257, 50257), head=True),
+    Case("BERT-large, B32 T512", models.BERTEncoder,
+         models.tokens(32, 512, 30522, 2)),
+    Case("ViT-B/16, B128", models.ViT, models.pixels(128)),
+    Case("ResNet-50, B256", models.resnet50, models.pixels(256)),
 )  # fmt: skip
 
 
@@ -257,14 +248,14 @@ class Work:
         return Case(
             f"GPT, B{self.batch} T{size.context} D{size.width} L{size.layers} V{size.vocab}",
             lambda: GPT(size),
-            tokens(self.batch, size.context, size.vocab, size.vocab),
+            models.tokens(self.batch, size.context, size.vocab, size.vocab),
         )
 
 
 TINY = Work(
     cases=(
-        Case("GPT-2, tiny", functools.partial(GPT2, vocab=61, context=16, width=32, layers=1,
-             heads=2, **STILL), tokens(2, 16, 61, 61), head=True),
+        Case("GPT-2, tiny", functools.partial(models.GPT2, vocab=61, context=16, width=32, layers=1,
+             heads=2), models.tokens(2, 16, 61, 61), head=True),
     ),
     run=GPTConfig(vocab=61, context=16, width=32, layers=1, heads=2),
     batch=2,

@@ -30,11 +30,13 @@ have the dtype that the planner gives them.
 
 from __future__ import annotations
 
-from benchmarks.harness.report import Report, Settings, paragraphs
-from benchmarks.zoo.catalogue import rows_of
-from benchmarks.zoo.report import LEAST, make_report
+from collections.abc import Iterable, Mapping, Sequence
+from statistics import median
+from typing import Any
 
-__all__ = ["DEVICES", "run"]
+from benchmarks.harness.report import Claims, Report, Settings, Table, paragraphs
+from benchmarks.zoo.catalogue import rows_of
+from benchmarks.zoo.measure import AUTOCAST, BOTH, COMPILED, HALF, LEVELS
 
 DEVICES = ("cpu",)
 """How far roundings carry is the same everywhere; a GPU would only launch small kernels."""
@@ -50,3 +52,183 @@ def run(settings: Settings) -> Report:
     """
     rows = rows_of("zoo", LEAST, DRAWS, QUICK, quick=settings.quick)
     return make_report(paragraphs(__doc__), rows)
+
+
+# -- report ----------------------------------------------------------------------------------------
+# A table for each library, and what its rows bear out.
+
+LEAST = {"transformers": 30, "timm": 25}
+"""Architectures of each library that the zoo is to have."""
+
+Row = Mapping[str, Any]
+
+_RATIOS = [
+    ("O1", AUTOCAST, "error"), ("O1", AUTOCAST, "worst"), ("O2", AUTOCAST, "error"),
+    ("O2", AUTOCAST, "worst"), ("O2", HALF, "error"), ("O2", HALF, "worst"),
+]  # fmt: skip
+
+
+def make_report(
+    notes: Sequence[str], rows: Sequence[Row], least: Mapping[str, int] = LEAST
+) -> Report:
+    """The whole report.
+
+    Args:
+        least: library -> architectures of it that there are to be.
+    """
+    return Report(
+        title="A zoo of architectures in FP16",
+        notes=[*notes, _o2_and_autocast(rows)],
+        tables=[_table(library, rows) for library in least] + _findings(rows),
+        verdicts=dict(_verdicts(rows, least)),
+        data={"rows": list(rows)},
+    )
+
+
+def _o2_and_autocast(rows: Sequence[Row]) -> str:
+    near, both = _near(rows, "O2", AUTOCAST)
+    ratios = [ratio_to(row, "O2", AUTOCAST, "error") for row in rows if "arms" in row]
+    known = sorted(ratio for ratio in ratios if ratio is not None)
+    if not known:
+        return "O2 and autocast never ran both."
+    return (
+        f"O2's gradients are further off than autocast's in {both - near} of {both} models: "
+        f"{median(known):.2f}x as far in the median of the models, {known[-1]:.2f}x at most."
+    )
+
+
+def _of(library: str, rows: Sequence[Row]) -> list[Row]:
+    return [row for row in rows if row["name"].startswith(f"{library}/")]
+
+
+def _table(library: str, rows: Sequence[Row]) -> Table:
+    def cells(row: Row) -> tuple[str, ...]:
+        name = row["name"].partition("/")[2]
+        if "died" in row:
+            return (name, *("-" for _ in columns[1:]))
+        arms = row["arms"]
+        graphs = (str(arms[arm].get("graphs", "-")) for arm in (COMPILED, *LEVELS))
+        error = arms[AUTOCAST].get("error")
+        ratios = (ratio_to(row, *which) for which in _RATIOS)
+        return (
+            name,
+            row["kind"],
+            " / ".join(graphs),
+            f"{median(error):.1e}" if error else "-",
+            *("-" if ratio is None else f"{ratio:.2f}x" for ratio in ratios),
+        )
+
+    columns = ("model", "kind", f"graphs: {COMPILED} / O1 / O2", "autocast's error",
+               *(f"{level} over {peer}" + (", worst" if measure == "worst" else "")
+                 for level, peer, measure in _RATIOS))  # fmt: skip
+    return Table(library, columns, [cells(row) for row in _of(library, rows)])
+
+
+def _findings(rows: Sequence[Row]) -> list[Table]:
+    """Rows with faults, and arms of others that don't run."""
+    found = [(row["name"], fault) for row in rows for fault in faults(row)]
+    found += [
+        (row["name"], f"a peer's: {arm} fails: {row['arms'][arm]['failed']}")
+        for row in rows
+        for arm in (COMPILED, AUTOCAST, BOTH, HALF)
+        if "failed" in row.get("arms", {}).get(arm, {})
+    ]
+    return [Table("Faults", ("model", "what"), found)] if found else []
+
+
+def _verdicts(rows: Sequence[Row], least: Mapping[str, int]) -> dict[str, bool]:
+    verdicts = {}
+    for library, wanted in least.items():
+        number = len(_of(library, rows))
+        verdicts[f"at least {wanted} architectures of {library}: {number}"] = number >= wanted
+    comparable = [row for row in rows if not peer_fails(row)]
+    sound = sum(not faults(row) for row in comparable)
+    claim = "models without a fault, of those that torch.compile trains"
+    verdicts[f"{claim}: {sound} of {len(comparable)}"] = sound == len(comparable)
+    pairs = (("O1", AUTOCAST), ("O2", HALF), ("O2", AUTOCAST))
+    return verdicts | dict(no_further_off(comparable, pairs))
+
+
+def no_further_off(rows: Sequence[Row], pairs: Iterable[tuple[str, str]]) -> Claims:
+    """Of each level and a peer of its."""
+    for level, peer in pairs:
+        near, both = _near(rows, level, peer)
+        claim = f"{level}'s gradients no further off than {peer}'s"
+        yield f"{claim}: {near} of {both}", near == both
+
+
+def _near(rows: Sequence[Row], level: str, peer: str) -> tuple[int, int]:
+    """In how many rows the level isn't further off, and how many have both."""
+    both = [
+        row for row in rows
+        if "arms" in row and all("error" in row["arms"][arm] for arm in (level, peer))
+    ]  # fmt: skip
+    return sum(not further_off(row, level, peer) for row in both), len(both)
+
+
+# -- faults ----------------------------------------------------------------------------------------
+# What is wrong with a row of the zoo.
+
+PEER = {"O1": AUTOCAST, "O2": HALF}
+"""Whose gradients each level's may not be further off than."""
+
+
+def peer_fails(row: Mapping[str, Any]) -> str:
+    """Why plain torch.compile doesn't train the model; "" if it does."""
+    failed: str = row.get("arms", {}).get(COMPILED, {}).get("failed", "")
+    return failed
+
+
+def ratio_to(row: Mapping[str, Any], level: str, peer: str, measure: str) -> float | None:
+    """Of the errors ("error" or "worst"), the median over the draws; None where one didn't run."""
+    ours, theirs = (row["arms"][arm].get(measure) for arm in (level, peer))
+    if ours is None or theirs is None:
+        return None
+    return median(a / b for a, b in zip(ours, theirs, strict=True))
+
+
+def further_off(row: Mapping[str, Any], level: str, peer: str, measure: str = "error") -> bool:
+    """In each draw, by more than FP32 rounds: two runs that round to FP16 at the same places differ
+    by as much as each is off in FP32. Where an arm didn't run: no.
+    """
+    arms = row["arms"]
+    draws = [arms[arm].get(measure, ()) for arm in (level, peer, COMPILED)]
+    if not all(draws):
+        return False
+    return all(ours > theirs + 2 * fp32 for ours, theirs, fp32 in zip(*draws, strict=True))
+
+
+def faults(row: Mapping[str, Any]) -> list[str]:
+    """In words; none where plain torch.compile fails, too."""
+    if "died" in row:
+        return [f"the process died: {row['died']}"]
+    if peer_fails(row):
+        return []
+    return [fault for level in LEVELS for fault in _faults(row, level)]
+
+
+def _faults(row: Mapping[str, Any], level: str) -> list[str]:
+    arms, peer = row["arms"], PEER[level]
+    ours = arms[level]
+    if "failed" in ours:
+        return [f"{level} fails: {ours['failed']}"]
+    found = [f"{level} leaves a graph in FP32: {reason}" for reason in ours["left"]]
+    found += [f"{level} warns: {message}" for message in ours["warned"]]
+    found += [f"{level}: the gradient of {name} is zero" for name in ours.get("dead", ())]
+    graphs, plain = ours["graphs"], arms[COMPILED]["graphs"]
+    if graphs > plain:
+        found.append(f"{level} makes {graphs} graphs, torch.compile {plain}")
+    graphs, plain = ours["resized"], arms[COMPILED]["resized"]
+    if graphs > plain:
+        found.append(f"{level} makes {graphs} graphs over all sizes, torch.compile {plain}")
+    left = _names(ours["frames"]) - _names(arms[COMPILED]["frames"])
+    found += [f"{level} leaves {frame} to Python, torch.compile doesn't" for frame in sorted(left)]
+    for measure, what in (("error", "gradients"), ("worst", "the worst parameter's gradients")):
+        if further_off(row, level, peer, measure):
+            found.append(f"{level}: {what} further off than {peer}'s")
+    return found
+
+
+def _names(frames: Iterable[str]) -> set[str]:
+    """Of the functions, without the reasons: "forward (model.py:12)"."""
+    return {frame.partition(": ")[0] for frame in frames}

@@ -13,18 +13,12 @@ from typing import Any
 
 from benchmarks.harness.processes import calls_elsewhere
 from benchmarks.harness.report import SCRATCH, commit
-from benchmarks.zoo.hugging_face import (
-    AUDIO,
-    DECODERS,
-    ENCODER_DECODERS,
-    ENCODERS,
-    EXPERTS,
-    STATE_SPACES,
-    VISIONS,
-)
-from benchmarks.zoo.making import Entry
-from benchmarks.zoo.timm_models import CONVOLUTIONS, MIXERS, TRANSFORMERS
-from benchmarks.zoo.torchvision_models import CLASSIFIERS, DETECTORS, FLOWS, SEGMENTERS, VIDEOS
+from benchmarks.zoo.hugging_face import HUGGING_FACE
+from benchmarks.zoo.timm_models import TIMM
+from benchmarks.zoo.torchvision_models import TORCHVISION
+
+LIBRARIES = {"transformers": HUGGING_FACE, "timm": TIMM, "torchvision": TORCHVISION}
+"""Every architecture of the zoo, by library and name."""
 
 _ENVIRONMENT = {
     "MPCOMPILE_PROFILE": "none",  # a profile may leave small products in FP32
@@ -118,15 +112,3 @@ def _measured(names: Sequence[str], draws: int, function: str) -> Iterator[dict[
     except RuntimeError as error:
         died = str(error).splitlines()[0].removeprefix(f"{function}: ").rstrip(":")
         yield {"name": waiting[0], "died": died}
-
-
-# -- catalogue -------------------------------------------------------------------------------------
-# Every architecture of the zoo, by library and name.
-
-HUGGING_FACE: dict[str, Entry] = {
-    **ENCODERS, **DECODERS, **ENCODER_DECODERS, **VISIONS, **AUDIO, **EXPERTS, **STATE_SPACES
-}  # fmt: skip
-TIMM: dict[str, Entry] = {**CONVOLUTIONS, **TRANSFORMERS, **MIXERS}
-TORCHVISION: dict[str, Entry] = {**DETECTORS, **SEGMENTERS, **CLASSIFIERS, **FLOWS, **VIDEOS}
-
-LIBRARIES = {"transformers": HUGGING_FACE, "timm": TIMM, "torchvision": TORCHVISION}

@@ -188,3 +188,7 @@ STATE_SPACES = {
                      expert_layer_offset=1, mamba_d_state=6, mamba_dt_rank=5,
                      use_cache=False),
 }  # fmt: skip
+
+HUGGING_FACE: dict[str, Entry] = {
+    **ENCODERS, **DECODERS, **ENCODER_DECODERS, **VISIONS, **AUDIO, **EXPERTS, **STATE_SPACES
+}  # fmt: skip

@@ -47,7 +47,7 @@ _ONE_EACH = (1, 1, 1, 1)
 _PATCHES: Mapping[str, Any] = {"img_size": 33, "patch_size": 11, "embed_dim": 36}
 _VIT: Mapping[str, Any] = {**_PATCHES, "depth": 2, "num_heads": 3}
 
-CONVOLUTIONS = {
+TIMM = {
     "resnet10t": _convolutions("resnet10t", 65, channels=_FOUR, stem_width=18),
     "skresnet18": _convolutions("skresnet18", 65, channels=_FOUR, layers=_ONE_EACH),
     "resnest14d": _convolutions("resnest14d", 65, channels=_FOUR),
@@ -61,9 +61,7 @@ CONVOLUTIONS = {
     "fastvit": _convolutions("fastvit_t8", 65, embed_dims=(12, 24, 48, 96), layers=_ONE_EACH),
     "focalnet": _convolutions("FocalNet", 65, embed_dim=9, depths=_ONE_EACH),
     "mambaout": _convolutions("mambaout_femto", 65, dims=(12, 18, 36, 60), depths=_ONE_EACH),
-}  # fmt: skip
 
-TRANSFORMERS = {
     "vit_tiny": _transformer("vit_tiny_patch16_224", 33, **_VIT),
     "deit3": _transformer("deit3_small_patch16_224", 33, **_VIT),
     "eva02": _transformer("eva02_tiny_patch14_224", 33, **_VIT),
@@ -88,9 +86,7 @@ TRANSFORMERS = {
                           num_heads=(2, 3, 4), key_dim=10, depth=(1, 1, 1)),
     "edgenext": _transformer("edgenext_xx_small", 65, dims=(12, 24, 36, 60), depths=(1, 2, 2, 2),
                              heads=(3, 3, 3, 3)),
-}  # fmt: skip
 
-MIXERS = {
     "mixer": _mixer("MlpMixer", 33, **_PATCHES, num_blocks=2),
     "poolformer": _mixer("MetaFormer", 65, dims=_FOUR, depths=_ONE_EACH),
     "sequencer2d": _mixer("sequencer2d_s", 35, img_size=35, layers=(1, 1, 1, 1),

@@ -291,3 +291,5 @@ def _video(build: Callable[[], nn.Module], sizes: Sequence[int]) -> Entry:
 
 
 VIDEOS = {"r3d": _video(_r3d, _growing(33)), "mvit": _video(_mvit, [36] * 11)}
+
+TORCHVISION = {**DETECTORS, **SEGMENTERS, **CLASSIFIERS, **FLOWS, **VIDEOS}

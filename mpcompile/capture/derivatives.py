@@ -21,7 +21,6 @@ out, and only the program's own are kept.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,7 +28,7 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, make_fx
 
 from ..errors import CannotRewrite, MPCompileError
-from ..ir import aten, is_inner_gradient, op_name
+from ..ir import Section, aten, is_inner_gradient, op_name
 from ..ir.targets import AUTOCAST, CHECKPOINT, INVOKE_SUBGRAPH, differentiates, nesting
 from ..ir.units import is_tracked, twin
 from ..torch_inside.names import (
@@ -49,31 +48,13 @@ _ZEROS = "aten::_efficientzerotensor"
 _DETACHES = ("detach", "detach_")
 
 
-@dataclass(frozen=True)
-class Stretch:
-    """Adjacent nodes of Dynamo's graph that are written out together.
-
-    Attributes:
-        nodes: in order.
-        inputs: the values from outside that they read.
-        outputs: those of the nodes that are read outside.
-    """
-
-    nodes: tuple[fx.Node, ...]
-    inputs: tuple[fx.Node, ...]
-    outputs: tuple[fx.Node, ...]
-
-
-def stretches(graph: fx.Graph) -> dict[fx.Node, Stretch]:
-    """Each node of a derivative -> its stretch."""
+def stretches(graph: fx.Graph) -> dict[fx.Node, Section]:
+    """Each node of a derivative -> its stretch: adjacent nodes that are written out together."""
     nodes = list(graph.nodes)
-    found: dict[fx.Node, Stretch] = {}
+    found: dict[fx.Node, Section] = {}
     for start, end in _joined(sorted(_spans(nodes))):
-        own = dict.fromkeys(nodes[start : end + 1])
-        inputs = dict.fromkeys(i for n in own for i in n.all_input_nodes if i not in own)
-        outputs = tuple(n for n in own if any(user not in own for user in n.users))
-        stretch = Stretch(tuple(own), tuple(inputs), outputs)
-        found.update(dict.fromkeys(own, stretch))
+        stretch = Section.of(nodes[start : end + 1])
+        found.update(dict.fromkeys(stretch.nodes, stretch))
     return found
 
 
@@ -103,7 +84,7 @@ def _joined(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def write_out(
-    gm: fx.GraphModule, stretch: Stretch, given: Sequence[Any], place: ReplayState
+    gm: fx.GraphModule, stretch: Section, given: Sequence[Any], place: ReplayState
 ) -> dict[fx.Node, Any]:
     """Run a stretch under the tracer, as operators.
 
@@ -155,7 +136,7 @@ def write_out(
     return dict(zip(stretch.outputs, results, strict=True))
 
 
-def _check_functions(gm: fx.GraphModule, stretch: Stretch, given: Sequence[Any]) -> None:
+def _check_functions(gm: fx.GraphModule, stretch: Section, given: Sequence[Any]) -> None:
     """Refuse a user's autograd.Function that a stretch differentiates through, if the derivative
     has one of its own. Dynamo keeps the backward of the function as a graph, which torch runs
     without a history (read in 2.13): that derivative would lack a term, compiled unchanged as well.
@@ -182,9 +163,11 @@ class _Live(InFP32):
     under a tracer that records what reaches the level of the program.
     """
 
-    def results(self, stretch: Stretch, given: Sequence[Any]) -> list[Any]:
+    def results(self, stretch: Section, given: Sequence[Any]) -> list[Any]:
         """The values of the stretch's outputs."""
         self.env = dict(zip(stretch.inputs, given, strict=True))
+        read = (n for node in stretch.nodes for n in node.all_input_nodes if n.op == "get_attr")
+        self.env |= {node: self.run_node(node) for node in read}
         with _Noting():  # type: ignore[no-untyped-call]
             for node in stretch.nodes:
                 with recorded() as made, self._set_current_node(node):

@@ -8,10 +8,9 @@ that of the input that was written, and a gradient that was set is read back as 
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import operator
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -19,28 +18,22 @@ from torch import fx
 
 from ..errors import CannotRewrite, MPCompileError
 from ..ir.memory import ASSIGNMENTS
-from ..torch_inside.names import OutputGraph, SideEffects, TensorVariable, compile_lock
+from ..torch_inside.names import OutputGraph, SideEffects, TensorVariable
 from ..torch_inside.private_names import MissingInTorch
-from ..torch_inside.replace import method, reads_of
+from ..torch_inside.replace import applied, method, reads_of
 from ..torch_inside.version import is_untested
 
 # `p += x` and its like, where tensors do that in place: `p @= x` makes a new one.
 _IN_PLACE = ASSIGNMENTS - {operator.setitem, operator.imatmul}
 
 
-@contextlib.contextmanager
-def gradients_of_rebound() -> Iterator[None]:
+def gradients_of_rebound() -> AbstractContextManager[None]:
     """In this context, Dynamo sets and reads `.grad` of what was written; no other thread compiles.
 
     Raises:
         MissingInTorch: it can't be followed with this torch.
     """
-    with compile_lock, contextlib.ExitStack() as undo:
-        for replacement in (_STORING, _READING):
-            if not replacement.is_applied:  # by a function that is called in this one
-                replacement.apply()
-                undo.callback(replacement.revert)
-        yield
+    return applied(_STORING, _READING)
 
 
 def written(tensor: Any, output: OutputGraph) -> Any:

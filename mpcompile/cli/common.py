@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
-import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,7 @@ from rich.text import Text
 
 from ..devices.registry import capabilities
 from ..errors import MPCompileError
-from ..preview.factory import CONTRACT, Made, made_by
+from ..preview.factory import CONTRACT
 from ..rules.policy import parse_dtype
 from ..settings import OPTIONS
 
@@ -88,12 +86,6 @@ def takes_factory(parser: argparse.ArgumentParser, about: str) -> None:
     """Make a command one that takes a factory; `about` says what it does, in full sentences."""
     parser.description, parser.formatter_class = f"{about} {CONTRACT}.", Help
     parser.add_argument("factory", metavar="pkg.module:factory", help="makes the model")
-
-
-def made(options: argparse.Namespace) -> Made:
-    """What the factory returns; its module may lie in the current directory."""
-    sys.path.insert(0, os.getcwd())  # as `python -m` does
-    return made_by(options.factory)
 
 
 def new_file(text: str) -> Path:

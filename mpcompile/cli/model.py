@@ -23,6 +23,7 @@ from ..diagnosis.report import Report
 from ..plans.model_plan import ENOUGH, Plan
 from ..plans.plan_text import outside, verdict
 from ..preview.explain import plan_call
+from ..preview.factory import made_by
 from ..settings import OPTIONS
 from ..torch_inside.names import pytree
 from .common import (
@@ -32,7 +33,6 @@ from .common import (
     failed,
     given,
     known_device,
-    made,
     new_file,
     number,
     show,
@@ -98,7 +98,7 @@ def _explain(options: argparse.Namespace, console: Console) -> int:
     device = None if options.device == "auto" else options.device
     if device is not None:
         gpu(device)  # check before the factory runs
-    model, args, kwargs, _ = made(options)
+    model, args, kwargs, _ = made_by(options.factory)
     held = given(options, ["mp_optimizer"])
     with console.status("planning"):
         plan = plan_call(
@@ -192,7 +192,7 @@ def _loss_scale(text: str) -> float | str:
 def _diagnose(options: argparse.Namespace, console: Console) -> int:
     device = known_device(options.device)
     with device or contextlib.nullcontext():  # what the loss closes over is made there, too
-        model, args, kwargs, loss_fn = made(options)
+        model, args, kwargs, loss_fn = made_by(options.factory)
     if device is not None:
         model.to(device)
         args, kwargs = pytree.tree_map_only(torch.Tensor, lambda x: x.to(device), (args, kwargs))

@@ -17,10 +17,9 @@ from ..ir.fakes import fake_of_fixed_size
 from ..ir.inputs import GraphInputs
 from ..lower.accumulation import check_accumulation
 from ..lower.emitter import emit
-from ..lower.fusing import gains, is_apart
-from ..lower.islands import has_rnn, pieces
+from ..lower.inference import replays
+from ..lower.islands import gains, has_rnn, is_apart, pieces
 from ..lower.joint import joint_passes
-from ..lower.replayed import replays
 from ..padding.products import product
 from ..planner.target import place_of
 from ..plans import pipeline
@@ -74,7 +73,9 @@ def function_of(
         reader=known.reader_for(planned), in_full=in_full, searches=searches, constant=constant,
         repairable=Repairable(planned, traced_code()) if settings.repair and scale else None,
     )  # fmt: skip
-    joint = joint_passes(settings.level, target.device, spares=sharded or settings.recompute)
+    joint = joint_passes(
+        settings.level, target.device, sharded=sharded, recompute=settings.recompute
+    )
     return wrapped(_emit(to_emit, given, how, verify, joint=joint, sparing=sparing), made)
 
 
@@ -122,7 +123,7 @@ def _emit(
     """See `emit`, which takes `kind`, too."""
     return emit(
         gm, inputs, settings.emit, mode=settings.mode, options=settings.options,
-        recompute=settings.recompute, verify=verify, **kind,
+        verify=verify, **kind,
     )  # fmt: skip
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import statistics
 from pathlib import Path
 
 import torch
@@ -25,12 +24,11 @@ from ..runtime.records import compiled_plans, loss_scale_of
 from ..settings import Emits, LevelWord
 from .corpus import corpus, held_out_batches, text_batches
 from .gpt import GPT, GPTConfig
-from .train import Trainee, held_out_loss
+from .train import LAST_STEPS, Trainee
 
 BATCH = 8
 LEARNING_RATE = 1.5e-3
 HELD_OUT_BATCHES = 16
-LAST_STEPS = 20
 # How far the losses of the two may end from one another, of FP32's. At the demo's real size,
 # rounding makes a few tenths of a percent.
 APART = 0.02
@@ -59,34 +57,17 @@ class DemoSettings:
 
 
 @dataclasses.dataclass(frozen=True)
-class Outcome:
-    """One column of the final table.
-
-    Losses are in nats per byte (`train_loss` over the last `LAST_STEPS` steps), times in seconds,
-    memory in bytes. The last three fields describe a mixed-precision run and are None for FP32; the
-    loss scale is also None for BF16, which needs none.
-    """
-
-    name: str
-    train_loss: float
-    held_out_loss: float
-    median: float
-    first_step: float
-    memory: int
-    loss_scale: float | None = None
-    skipped_steps: int | None = None
-    low: str | None = None
-
-
-@dataclasses.dataclass(frozen=True)
 class DemoResult:
-    """Both outcomes, the meaning of "memory", what mixed precision can gain on this machine, and
-    the directories of the dumps.
+    """What the final table shows: both models, and of the mixed-precision run its loss scale (None
+    for BF16, which needs none), the skipped steps, and which products ran low; what mixed precision
+    can gain on this machine; and the directories of the dumps.
     """
 
-    full: Outcome
-    mixed: Outcome
-    memory_kind: str
+    full: Trainee
+    mixed: Trainee
+    loss_scale: float | None
+    skipped_steps: int
+    low: str
     can_gain: str
     dumps: list[Path]
 
@@ -139,18 +120,17 @@ def run(settings: DemoSettings, console: Console) -> DemoResult:
             text.held_out, batch=BATCH, context=settings.model.context, limit=HELD_OUT_BATCHES
         )
     ]
+    full.judge(judge)
+    mixed.judge(judge)
     plans = compiled_plans(mixed.model)
     scale = loss_scale_of(mixed.model)
+    mixed.name = f"{low if share_low(plans) else 'FP32'} {settings.level}"
     result = DemoResult(
-        full=_outcome(full, judge),
-        mixed=dataclasses.replace(
-            _outcome(mixed, judge),
-            name=f"{low if share_low(plans) else 'FP32'} {settings.level}",
-            loss_scale=scale.value if any(plan.scaled for plan in plans) else None,
-            skipped_steps=scale.skipped_steps,
-            low=next(verdict("", plans)).removeprefix(": "),
-        ),
-        memory_kind=full.memory_kind,
+        full,
+        mixed,
+        loss_scale=scale.value if any(plan.scaled for plan in plans) else None,
+        skipped_steps=scale.skipped_steps,
+        low=next(verdict("", plans)).removeprefix(": "),
         can_gain=can_gain(device, dtype),
         dumps=[plan.dump_dir for plan in plans if plan.dump_dir is not None],
     )
@@ -213,18 +193,6 @@ def _line(step: int, *trainees: Trainee) -> str:
     return f"step {step}: {'; '.join(each)}"
 
 
-def _outcome(trainee: Trainee, judge: list[tuple[Tensor, Tensor]]) -> Outcome:
-    assert trainee.memory is not None, "settings.steps >= 2, and the second step measures it"
-    return Outcome(
-        name=trainee.name,
-        train_loss=statistics.fmean(trainee.losses[-LAST_STEPS:]),
-        held_out_loss=held_out_loss(trainee.model, judge),
-        median=trainee.median,
-        first_step=trainee.first_step,
-        memory=trainee.memory,
-    )
-
-
 def _table(result: DemoResult) -> Table:
     full, mixed = result.full, result.mixed
     table = Table(title="FP32 beside mixed precision: same seed, same batches")
@@ -241,16 +209,16 @@ def _table(result: DemoResult) -> Table:
          f"median; {full.median / mixed.median:.2f}x the speed of FP32"),
         ("first step, s", "first_step", 1, 1, "compiles, or finds it in Inductor's cache"),
         ("memory, MiB", "memory", 2**-20, 1,
-         f"{result.memory_kind}; {mixed.memory / full.memory:.0%} of FP32's"),
+         f"{full.memory_kind}; {mixed.memory / full.memory:.0%} of FP32's"),
     ):  # fmt: skip
         row(title, *(f"{times * getattr(one, name):.{digits}f}" for one in (full, mixed)), note)
-    row("matmuls", "FP32", mixed.name.split()[0], str(mixed.low))
+    row("matmuls", "FP32", mixed.name.split()[0], result.low)
     row("can gain here", "-", "", result.can_gain)
-    if mixed.loss_scale is None:
+    if result.loss_scale is None:
         row("loss scale", "-", "none", "not needed: nothing runs in FP16")
     else:
-        row("loss scale", "-", f"{mixed.loss_scale:g}", "dynamic, inside the compiled graph")
-    row("skipped steps", "-", str(mixed.skipped_steps), "steps whose gradients overflowed")
+        row("loss scale", "-", f"{result.loss_scale:g}", "dynamic, inside the compiled graph")
+    row("skipped steps", "-", str(result.skipped_steps), "steps whose gradients overflowed")
     for dump in result.dumps:
         row("dump", "-", "written", str(dump))
     return table

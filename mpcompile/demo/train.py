@@ -22,6 +22,8 @@ from .gpt import GPT
 
 WARM_UP = 5
 """Steps that do not count for the median: the first compiles, the next ones fill caches."""
+LAST_STEPS = 20
+"""Those that count for the training loss."""
 
 
 class Trainee:
@@ -32,7 +34,8 @@ class Trainee:
         name: its name in tables.
         losses: training loss of every step, in nats per token.
         seconds: wall time of every step; the device is idle at its start and end.
-        memory: bytes, counted as `memory_kind` says; None before it was measured.
+        memory: bytes, counted as `memory_kind` says; 0 before it was measured.
+        held_out_loss: mean loss, in nats per token, of what it was judged by; NaN before.
     """
 
     def __init__(self, name: str, model: GPT, *, steps: int, lr: float) -> None:
@@ -44,7 +47,8 @@ class Trainee:
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, rate)
         self.losses: list[float] = []
         self.seconds: list[float] = []
-        self.memory: int | None = None
+        self.memory = 0
+        self.held_out_loss = math.nan
 
     @property
     def device(self) -> torch.device:
@@ -61,6 +65,11 @@ class Trainee:
         if self.can.counts_memory:
             return "peak memory of a step, above what stays resident"
         return "saved for backward"
+
+    @property
+    def train_loss(self) -> float:
+        """Mean training loss of the last steps."""
+        return statistics.fmean(self.losses[-LAST_STEPS:])
 
     @property
     def first_step(self) -> float:
@@ -93,6 +102,16 @@ class Trainee:
             with bytes_saved_for_backward(self.model) as saved:
                 self.step(idx, targets)
             self.memory = sum(saved.values())
+
+    @torch.no_grad()
+    def judge(self, batches: list[tuple[Tensor, Tensor]]) -> None:
+        """Measure `held_out_loss` over `batches`.
+
+        Calls ``model.forward``, which is never compiled: every model is judged by the same eager
+        FP32 arithmetic, however its parameters were trained, and nothing recompiles.
+        """
+        losses = [self.model.forward(idx, targets).item() for idx, targets in batches]
+        self.held_out_loss = statistics.fmean(losses)
 
     @contextlib.contextmanager
     def _clock(self) -> Iterator[None]:
@@ -131,14 +150,3 @@ def bytes_saved_for_backward(model: torch.nn.Module) -> Iterator[dict[int, int]]
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         yield saved
-
-
-@torch.no_grad()
-def held_out_loss(model: GPT, batches: list[tuple[Tensor, Tensor]]) -> float:
-    """Return the mean loss over ``batches``, in nats per token.
-
-    Calls ``model.forward``, which is never compiled: every model is judged by the same eager FP32
-    arithmetic, however its parameters were trained, and nothing recompiles.
-    """
-    losses = [model.forward(idx, targets).item() for idx, targets in batches]
-    return statistics.fmean(losses)

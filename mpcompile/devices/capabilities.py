@@ -53,6 +53,8 @@ class Capabilities:
         fewest_rows: chunks of at least so many rows make the fused head's products take longer than
             adding up the weight's gradient (8 bytes an element), which each chunk does once.
         turn: the least number of seconds that a profile times in one go.
+        recomputes: whether a step is no faster if the forward keeps an operand of a matrix product
+            that the backward could make of other kept values.
         slow_bools: whether Inductor's code takes many times as long to load or store a bool as a
             byte.
         convolves_channels_last: whether Inductor lays out channels-last what convolutions read.
@@ -75,6 +77,7 @@ class Capabilities:
     counts_memory: ClassVar[bool] = True
     fewest_rows: ClassVar[int] = 1024
     turn: ClassVar[float] = 2e-3
+    recomputes: ClassVar[bool] = False
     slow_bools: ClassVar[bool] = False
     convolves_channels_last: ClassVar[bool] = False
     convolves_low_channels_last: ClassVar[bool] = False

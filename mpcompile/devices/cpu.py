@@ -62,6 +62,8 @@ class CPU(Capabilities):
     counts_memory = False
     fewest_rows = 256  # fewer operations for each byte than a GPU
     turn = 1e-4
+    # Memory that a step frees goes back to the system, and is paged in anew in the next one.
+    recomputes = True
     slow_bools = True
     convolves_channels_last = True  # for oneDNN
     # oneDNN reads a BF16 matrix for one row at half the rate of an FP32 one, or less: measured with

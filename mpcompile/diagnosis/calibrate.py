@@ -26,7 +26,7 @@ from ..runtime.records import studied
 from ..settings import Options
 from .check_arguments import check_loss_fn, check_trained
 from .diagnose import loss_of, sides_of
-from .sides import Run, RunKind
+from .sides import Run
 
 _EXAMPLE = "lambda model, batch: F.cross_entropy(model(batch[0]), batch[1])"
 
@@ -81,7 +81,7 @@ def calibrate(
         def step(forward: Callable[..., Any], batch: Any = batch) -> torch.Tensor:
             return (loss_fn or _loss)(forward, batch)
 
-        seen.append(_largest(sides.run(RunKind.FULL, step=step), float(margin)))
+        seen.append(_largest(sides.run("fp32", step=step), float(margin)))
     if not seen:
         raise MPCompileError("batches is empty: give some of what the model is trained on")
     return sides.settings.policy.with_pins(_pins(seen))

@@ -34,7 +34,7 @@ from ..settings import OPTIONS, Settings
 from ..torch_inside.names import pytree
 from .check_arguments import check_loss_fn, check_optimizer, check_trained, not_finite_in
 from .report import NodeNumbers, Report, UpdateErrors
-from .sides import Loss, Run, RunKind, Sides, low_dtype_of, run_low
+from .sides import Loss, Run, Sides, low_dtype_of, run_low
 
 # These count only if a parameter's gradient is far off.
 HARMLESS_ALONE = (FaultKind.INACCURATE, FaultKind.UNDERFLOW)
@@ -136,11 +136,11 @@ def _step(sides: Sides, optimizer: torch.optim.Optimizer, live: float | None, mo
     notes: list[str] = []
     exact: Run | None = None
     try:
-        exact = sides.run(RunKind.EXACT)
+        exact = sides.run("fp64")
     except (RuntimeError, NotImplementedError) as error:
         notes.append(f"no run in FP64, so FP32 is taken as exact: {str(error).splitlines()[0]}")
     sides.keep = exact is None
-    full = sides.run(RunKind.FULL, exact)
+    full = sides.run("fp32", exact)
     if not sides.plans:
         raise nothing_compiled(model)
     low, fits = run_low(sides, full, exact, live)

@@ -7,11 +7,10 @@ graphs run at the loss scale that a training would have there.
 
 from __future__ import annotations
 
-import enum
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import fx, nn
@@ -41,12 +40,7 @@ from ..torch_inside.names import pytree
 
 Loss = Callable[[Any], torch.Tensor]
 Step = Callable[[Callable[..., Any]], torch.Tensor]
-
-
-class RunKind(enum.Enum):
-    EXACT = "fp64"
-    FULL = "fp32"
-    LOW = "low"
+Side = Literal["fp64", "fp32", "low"]
 
 
 @dataclass
@@ -127,7 +121,8 @@ class Sides:
         # Dynamo keeps each backend for as long as the process runs.
         compiled = compiled_apart(twin, weakly(self._backend), "diagnose")
         self.forward = running(compiled, twin, looking=None, **settings_for(twin))
-        self._side, self._run, self._exact = RunKind.EXACT, Run(), Run()
+        self._side: Side = "fp64"
+        self._run, self._exact = Run(), Run()
 
     def advance(self, run: Run) -> None:
         """Go on from the buffers that a run left, with other random numbers."""
@@ -135,7 +130,7 @@ class Sides:
         run.state.restore()
         self.seed += 1
 
-    def run(self, side: RunKind, exact: Run | None = None, step: Step | None = None) -> Run:
+    def run(self, side: Side, exact: Run | None = None, step: Step | None = None) -> Run:
         """One forward and backward, from the same random numbers and buffers on every side.
 
         Args:
@@ -194,10 +189,10 @@ class Sides:
         return [names.get(id(x)) for x in inputs]
 
     def _watched(self, graph: Planned, record: Record, number: int, args: Sequence[Any]) -> Any:
-        if self._side is RunKind.EXACT:
+        if self._side == "fp64":
             return Exact(graph.captured, record).run(*args)
         exact = self._exact.record_of(number, graph)
-        if self._side is RunKind.FULL:
+        if self._side == "fp32":
             if exact is None:
                 plain = Keeping if self.keep else Observer
                 return plain(graph.captured, record).run(*args)
@@ -266,16 +261,16 @@ def run_low(
     reference = exact or full
     if low_dtype_of(sides) is not torch.float16:
         sides.scale = _scale(sides.settings, live, None)
-        return sides.run(RunKind.LOW, reference), None
+        return sides.run("low", reference), None
     fits = _fitting(_largest(reference, low=False))
     sides.scale = _scale(sides.settings, live, fits)
-    low = sides.run(RunKind.LOW, reference)
+    low = sides.run("low", reference)
     # Terms of a gradient may be larger than their sum: go down as a training does.
     rule = _rule(sides.settings)
     curable = rule.dynamic and math.isfinite(low.loss) and not _overflowed(full)
     while curable and _overflowed(low) and sides.scale > rule.min_scale:
         sides.scale = max(rule.min_scale, sides.scale / BACKOFF)
-        low = sides.run(RunKind.LOW, reference)
+        low = sides.run("low", reference)
     if _overflowed(low):
         return low, fits
     # The exact gradient of a value counts its readers in FP32, too: the scale may be too low.
@@ -283,7 +278,7 @@ def run_low(
     before, sides.scale = sides.scale, _scale(sides.settings, live, fits)
     if sides.scale == before:
         return low, fits
-    better = sides.run(RunKind.LOW, reference)
+    better = sides.run("low", reference)
     if _overflowed(better):  # what was too small to be seen before
         sides.scale = before
         return low, before

@@ -5,6 +5,7 @@ Passes read and write `node.meta` only through this room.
 
 from .dtypes import SHORT, is_floating
 from .edit import (
+    Section,
     add_input,
     after,
     all_before,

@@ -5,12 +5,14 @@ keeps `meta["val"]` correct.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 from torch.fx.node import map_arg
 from torch.utils.checkpoint import CheckpointPolicy
+from typing_extensions import Self
 
 from ..torch_inside.graphs import schema, set_source, set_sources, source_of, sources_of
 from ..torch_inside.names import enable_python_dispatcher
@@ -161,6 +163,36 @@ def cut(
     for node in nodes:
         new[node] = graph.node_copy(node, of)
     return graph, new
+
+
+@dataclass(frozen=True, eq=False)
+class Section:
+    """Nodes of a graph that are handled together.
+
+    Attributes:
+        nodes: in order.
+        inputs: the values from outside that they read; no attributes of the module.
+        outputs: those of the nodes that are read outside.
+    """
+
+    nodes: tuple[fx.Node, ...]
+    inputs: tuple[fx.Node, ...]
+    outputs: tuple[fx.Node, ...]
+
+    @classmethod
+    def of(cls, nodes: Iterable[fx.Node], **more: Any) -> Self:
+        """These nodes; `more`: what a class below this one has besides."""
+        own = dict.fromkeys(nodes)
+        read = dict.fromkeys(i for n in own for i in n.all_input_nodes if i not in own)
+        inputs = tuple(n for n in read if n.op != "get_attr")
+        outputs = (n for n in own if any(user not in own for user in n.users))
+        return cls(tuple(own), inputs, tuple(outputs), **more)
+
+    def alone(self, gm: fx.GraphModule) -> fx.GraphModule:
+        """The section of Dynamo's graph `gm` as a graph of its own, which returns a tuple."""
+        graph, new = cut(self.nodes, self.inputs)
+        graph.output(tuple(new[node] for node in self.outputs))
+        return module_of(graph, gm)
 
 
 def copied(gm: fx.GraphModule) -> fx.GraphModule:

@@ -37,8 +37,7 @@ from ..torch_inside.names import autocast_is_on, autocast_off, compile_fx
 from ..torch_inside.private_names import Part, refuse, why_off
 from ..verify.first_call import compile_verified
 from ..verify.verdicts import Verify
-from .fusing import gains, is_apart
-from .islands import Compiler, compile_around_rnns, has_rnn, name_rnns
+from .islands import Compiler, compile_around_rnns, gains, has_rnn, is_apart, name_rnns
 from .joint import NO_PASSES, AndThen, JointPasses, with_joint_passes
 from .write_order import inductor_for
 
@@ -53,7 +52,6 @@ def emit(
     mode: str | None = None,
     options: Mapping[str, Any] | None = None,
     joint: JointPasses = NO_PASSES,
-    recompute: bool = False,
     untouched: bool = False,
     sparing: bool = False,
     inner: Callable[..., Any] | None = None,
@@ -69,7 +67,6 @@ def emit(
         mode: torch.compile's `mode`, for "inductor" only.
         options: Inductor options as torch.compile takes them, for "inductor" only; beat `mode`.
         joint: passes for AOTAutograd's joint graph and its two halves, for "inductor" only.
-        recompute: see `_recomputing`, for "inductor" only.
         untouched: this is Dynamo's own graph, so the caller's autocast applies to it.
         sparing: of the pieces around RNNs, run those op by op that don't gain by being compiled.
         inner: used in place of Inductor's code generation, for "inductor" only.
@@ -88,7 +85,7 @@ def emit(
         else:
             inductor = _inductor(mode, options, joint, inner, verify) if how == "inductor" else None
             compile_graph = inductor or _aot_eager
-            if recompute:
+            if inductor and joint.recomputes:
                 compile_graph = _recomputing(compile_graph)
             compiler = functools.partial(_compiled, compile_graph)
             around = _untouched if untouched else _rewritten

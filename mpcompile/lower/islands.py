@@ -35,23 +35,35 @@ does between any two compiled functions. The functionalize pass leaves few such 
 NOTE [Why not an opaque operator] One custom operator for each RNN would keep the graph whole, but
 its backward would have to save all that each device's kernel saves (cuDNN's reserve, oneDNN's
 workspace, one tape per time step for a GRU on CPU, which has no fused kernel). Autograd does that.
+
+NOTE [What gains by being compiled] Where nothing runs in the low dtype, the RNN runs on the
+device's own kernel whatever is done with the rest, and a compiled piece costs a call of its own in
+the forward and in the backward. What it gains is that its elementwise operators, fused, don't write
+each result to memory. So an embedding or a linear layer beside an RNN is faster op by op, a sampled
+softmax after it or masked convolutions before it are faster compiled (on a CPU: `python -m
+benchmarks run peers`, the LSTM with attention, the big LSTM, Deep Speech 2). A dropout after an RNN
+is faster op by op, too: Inductor's C++ draws random numbers one at a time, torch's kernel many
+(torch 2.13).
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 from unittest import mock
 
 import torch
 from torch import fx
 
+from .. import ir
 from ..errors import CannotRewrite
 from ..ir.fakes import fake_twin
+from ..ir.targets import ENTER_AUTOCAST
 from ..rules import PACKETS, RNN_OPS
-from ..torch_inside.names import TracingContext, enable_python_dispatcher, set_grad_enabled, tracing
-from .sections import Section, bind, connect, outline, schedule
+from ..torch_inside.names import TracingContext, enable_python_dispatcher, tracing
+from .sections import Section, bind, chained, outline, schedule
 
 Compiler = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
 
@@ -80,7 +92,7 @@ def has_rnn(gm: fx.GraphModule) -> bool:
     return any(node.target in RNN_OPS for node in gm.graph.nodes)
 
 
-def pieces(graph: fx.Graph, apart: Callable[[fx.Node], bool]) -> list[list[fx.Node]]:
+def pieces(graph: fx.Graph, apart: Callable[[fx.Node], bool]) -> list[tuple[fx.Node, ...]]:
     """The operators before, between and after RNNs, as they are compiled together.
 
     Args:
@@ -138,8 +150,10 @@ def compile_around_rnns(
     base = torch.is_grad_enabled()
     placeholders = gm.graph.find_nodes(op="placeholder")
     given = dict(zip(placeholders, example_inputs, strict=True))
-    sections, final = schedule(gm.graph, base, apart)
-    connect(gm.graph, sections, [node for node in given if isinstance(given[node], torch.SymInt)])
+    symbols = [node for node in given if isinstance(given[node], torch.SymInt)]
+    sections, final = schedule(gm.graph, base, apart, symbols)
+    if any(n.target is ENTER_AUTOCAST for section in sections for n in section.outputs):
+        raise CannotRewrite("an autocast region reaches across an RNN")
 
     twin = _FakeRun(gm, {node: fake_twin(value, context) for node, value in given.items()})
     run: list[Callable[..., Any]] = []
@@ -156,7 +170,7 @@ def compile_around_rnns(
                 run.append(compile_piece(module, inputs))
         # After compiling: if the piece writes to its inputs, this changes the FakeTensors.
         twin.run_section(section, context)
-    return _runner(gm.graph, sections, run, None if final is base else final)
+    return chained(gm.graph, sections, run, None if final is base else final)
 
 
 # -- values that cross a cut ----------------------------------------------------------------------
@@ -194,49 +208,25 @@ class _FakeRun(fx.Interpreter):
         return super().call_function(target, args, kwargs)
 
 
-# -- run time -------------------------------------------------------------------------------------
+# -- what gains by being compiled ------------------------------------------------------------------
+
+_LEAST = 1 << 20
+"""Bytes of results of elementwise operators: so that writing them costs more than a call."""
 
 
-def _runner(
-    graph: fx.Graph,
-    sections: list[Section],
-    functions: list[Callable[..., Any]],
-    leave: bool | None,
-) -> Callable[..., Any]:
-    """A function that calls the sections in order on values by number, and drops each value after
-    its last use.
+def gains(piece: Iterable[fx.Node]) -> bool:
+    """Whether these operators, which would be compiled together, are faster so."""
+    written = 0
+    for node in filter(ir.is_op, piece):
+        value = ir.tensor(node)
+        if value is not None and torch.Tag.pointwise in getattr(node.target, "tags", ()):
+            written += math.prod(map(ir.hint, value.shape)) * value.element_size()
+    return written >= _LEAST
 
-    `leave`: the grad mode at the end, or None if it is the same as at the start.
-    """
-    inputs = graph.find_nodes(op="placeholder")
-    computed = [node for section in sections for node in section.outputs]
-    number = {node: i for i, node in enumerate([*inputs, *computed])}
-    # Dropped at once, unless a later section reads it.
-    last = {node: section for section in sections for node in (*section.outputs, *section.inputs)}
-    for node in (*inputs, *graph.output_node().all_input_nodes):
-        last.pop(node, None)
-    calls = [
-        (
-            function,
-            [number[node] for node in section.inputs],
-            [number[node] for node in section.outputs],
-            [number[node] for node, user in last.items() if user is section],
-        )
-        for section, function in zip(sections, functions, strict=True)
-    ]
-    (returned,) = graph.output_node().args
-    assert isinstance(returned, (tuple, list))
-    # The caller may want constants too (None, for example).
-    results = [number[v] if isinstance(v, fx.Node) else (v,) for v in returned]
 
-    def run(*args: Any) -> tuple[Any, ...]:
-        values = dict(enumerate(args))
-        for function, given, made, done in calls:
-            values.update(zip(made, function(*[values[i] for i in given]), strict=True))
-            for i in done:
-                del values[i]
-        if leave is not None:
-            set_grad_enabled(leave)
-        return tuple([values[r] if isinstance(r, int) else r[0] for r in results])
-
-    return run
+def is_apart(node: fx.Node) -> bool:
+    """Whether an operator is a dropout of what an RNN returns."""
+    if node.target is not ir.aten.dropout.default:
+        return False
+    source = node.args[0]
+    return isinstance(source, fx.Node) and any(n.target in RNN_OPS for n in source.all_input_nodes)

@@ -18,12 +18,13 @@ from uuid import uuid4
 
 import torch
 from torch import fx
+from torch.utils.checkpoint import CheckpointPolicy
 
 from ..devices.registry import capabilities
 from ..devices.torch_faults import ZEROS_ARE_REUSED
-from ..passes.joint.kept_for_backward import WEIGHT, store_masks_as_bytes
+from ..passes.joint.kept_for_backward import WEIGHT, is_cast, store_masks_as_bytes
 from ..passes.joint.lay_images import lay_channels_last, lay_low_images
-from ..passes.joint.lowered_faults import fill_zeros
+from ..passes.joint.lowered_faults import fill_zeros, read_low_results
 from ..passes.joint.together import cast_together, unscale_together
 from ..passes.joint.widen_weight_gradients import widen_weight_gradients
 from ..rules.policy import Level
@@ -65,19 +66,27 @@ class JointPasses:
         keeps_casts: whether the backward gets the low casts of weights that the partitioner keeps
             for it, unless the program has a checkpoint: 2 bytes an element until then. Else it
             casts the weights again, which is 6 bytes of traffic an element, and a launch.
+        recomputes: whether the backward makes operands of matrix products again, where one fused
+            kernel can make them of stored values.
     """
 
     joint: tuple[JointPass, ...] = ()
     halves: tuple[HalvesPass, ...] = ()
     lowered: tuple[JointPass, ...] = ()
     keeps_casts: bool = False
+    recomputes: bool = False
 
 
 NO_PASSES = JointPasses()
 
 
 def joint_passes(
-    level: Level, device: torch.device, *, whole: bool = False, spares: bool = False
+    level: Level,
+    device: torch.device,
+    *,
+    whole: bool = False,
+    sharded: bool = False,
+    recompute: bool = False,
 ) -> JointPasses:
     """The passes for a graph compiled at `level`.
 
@@ -85,8 +94,8 @@ def joint_passes(
         level: O1, O2 or O3.
         device: it is compiled for.
         whole: forward and backward stay one graph.
-        spares: the user asks for memory at the cost of time: with `recompute`, or with FSDP2, which
-            frees weights between their uses.
+        sharded: FSDP2 frees weights between their uses.
+        recompute: the user asks for memory at the cost of time.
 
     From O2 on weight gradients are not widened: there they are stored in the low dtype.
     """
@@ -104,8 +113,9 @@ def joint_passes(
     return JointPasses(
         joint=(widen_weight_gradients,) if widens else (),
         halves=(store_masks_as_bytes,) if there.slow_bools else (),
-        lowered=(*zeros, *images, *few),
-        keeps_casts=not spares,
+        lowered=(*zeros, *images, *few, read_low_results),
+        keeps_casts=not (sharded or recompute),
+        recomputes=recompute or there.recomputes,
     )
 
 
@@ -139,40 +149,28 @@ def with_joint_passes(
 def appended(theirs: Any, passes: Sequence[JointPass]) -> InOrder:
     """The user's pass or passes, if there are any, and then ours."""
     theirs = theirs or ()
-    theirs = theirs if isinstance(theirs, (list, tuple)) else (theirs,)
-    return InOrder((*theirs, *map(Ours, passes)))
-
-
-class Ours(CustomGraphPass):
-    """One of mpcompile's passes; caches identify it by its source."""
-
-    def __init__(self, pass_: JointPass) -> None:
-        self.pass_ = pass_
-
-    def __call__(self, graph: fx.Graph) -> None:
-        """Run the pass."""
-        self.pass_(graph)
-
-    def uuid(self) -> bytes:
-        """A hash of the files that the effect of the pass depends on."""
-        return _source_of(self.pass_)
+    return InOrder(theirs if isinstance(theirs, (list, tuple)) else (theirs,), passes)
 
 
 class InOrder(CustomGraphPass):
-    """Several passes as one (torch 2.12 takes no list)."""
+    """Several passes as one (torch 2.12 takes no list): the user's, and then ours."""
 
-    def __init__(self, passes: Sequence[Callable[[fx.Graph], object]]) -> None:
-        self.passes = passes
+    def __init__(
+        self, theirs: Sequence[Callable[[fx.Graph], object]], ours: Sequence[JointPass]
+    ) -> None:
+        self.theirs, self.ours = theirs, ours
 
     def __call__(self, graph: fx.Graph) -> None:
         """Run each pass."""
-        for pass_ in self.passes:
+        for pass_ in (*self.theirs, *self.ours):
             pass_(graph)
 
     def uuid(self) -> tuple[Any, ...] | None:
-        """The uuids of all passes; None ("don't cache") if one of them has none."""
-        uuids = [p.uuid() if isinstance(p, CustomGraphPass) else None for p in self.passes]
-        return tuple(uuids) if all(uuids) else None
+        """The uuids of their passes and the sources of ours; None ("don't cache") if one of theirs
+        has none.
+        """
+        theirs = [p.uuid() if isinstance(p, CustomGraphPass) else None for p in self.theirs]
+        return (*theirs, *map(_source_of, self.ours)) if all(theirs) else None
 
 
 class AndThen(CustomPartitionerFn):
@@ -195,10 +193,15 @@ class AndThen(CustomPartitionerFn):
         """Part the joint graph as without mpcompile; run each pass."""
         partition = self.theirs or min_cut_rematerialization_partition
         has_checkpoint = any(CHECKPOINTED in node.meta for node in gm.graph.nodes)
+        weights = kwargs.get("static_lifetime_input_indices") or ()
+        keeps_casts = self.keeps_casts and not has_checkpoint
+        if keeps_casts:
+            inputs = gm.graph.find_nodes(op="placeholder")
+            _keep([inputs[number] for number in weights])
         forward, backward = partition(gm, joint_inputs, **kwargs)
-        if has_checkpoint or not self.keeps_casts:
+        if not keeps_casts:
             inputs = forward.graph.find_nodes(op="placeholder")
-            for number in kwargs.get("static_lifetime_input_indices") or ():
+            for number in weights:
                 inputs[number].meta[WEIGHT] = True
         for pass_ in self.passes:
             if pass_(forward.graph, backward.graph, kwargs["num_fwd_outputs"]):
@@ -214,5 +217,17 @@ class AndThen(CustomPartitionerFn):
         return (theirs, self.keeps_casts, *map(_source_of, self.passes))
 
 
+def _keep(weights: Sequence[fx.Node]) -> None:
+    """Have the partitioner make no cast of these again."""
+    found = list(weights)
+    for value in found:
+        for user in value.users:
+            if is_cast(user):
+                user.meta[CHECKPOINTED] = CheckpointPolicy.MUST_SAVE
+            elif getattr(user.target, "is_view", False):
+                found.append(user)
+
+
 def _source_of(pass_: Callable[..., bool]) -> bytes:
+    """A hash of the files that the effect of a pass of ours depends on."""
     return get_hash_for_files((inspect.getfile(pass_), *_ASKED))

@@ -1,45 +1,46 @@
 """A graph cut at its recurrent layers: which nodes run together, and each such section as a graph.
 
-Why and where it is cut, and what runs the sections: `islands.py`.
+Why and where it is cut: `islands.py`. What runs the sections (`chained`) runs the phases of a whole
+training step, too (`whole_step/one_graph.py`).
 """
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import fx
 
 from .. import ir
-from ..errors import CannotRewrite
-from ..ir.targets import ENTER_AUTOCAST, SET_GRAD_ENABLED
+from ..ir.targets import SET_GRAD_ENABLED
 from ..rules import RNN_OPS
 from ..torch_inside.graphs import schema
+from ..torch_inside.names import set_grad_enabled
 
 aten = torch.ops.aten
 
 
-@dataclass(eq=False)
-class Section:
+@dataclass(frozen=True, eq=False)
+class Section(ir.Section):
     """Nodes that run together: an RNN node with its getitems or another operator that runs as it is
-    (an island), or a piece to compile.
+    (an island), or a piece to compile. `grad`: the grad mode it starts in.
     """
 
     island: bool
-    grad: bool  # the grad mode it starts in
-    nodes: list[fx.Node]
-    inputs: list[fx.Node] = field(default_factory=list)
-    outputs: list[fx.Node] = field(default_factory=list)
+    grad: bool
 
 
 def schedule(
-    graph: fx.Graph, base: bool, apart: Callable[[fx.Node], bool]
+    graph: fx.Graph, base: bool, apart: Callable[[fx.Node], bool], symbols: Sequence[fx.Node] = ()
 ) -> tuple[list[Section], bool]:
-    """The sections in the order of the graph, and the grad mode at the graph's end."""
-    sections: list[Section] = []
+    """The sections in the order of the graph, and the grad mode at the graph's end.
+
+    Every piece takes all symbols: Inductor can read `s` from an argument, but not from `2 * s`.
+    """
+    runs: list[tuple[bool, bool, list[fx.Node]]] = []  # whether it is an island, its mode, nodes
     grad = base
     results: set[fx.Node] = set()
     for node in graph.nodes:
@@ -47,43 +48,24 @@ def schedule(
             continue
         if node.target in RNN_OPS:
             assert all(user.target is operator.getitem for user in node.users)
-            sections.append(Section(True, grad, [node, *node.users]))
+            runs.append((True, grad, [node, *node.users]))
             results.update(node.users)
             continue
         if apart(node):
-            sections.append(Section(True, grad, [node]))
+            runs.append((True, grad, [node]))
             continue
-        if not sections or sections[-1].island:
-            sections.append(Section(False, grad, []))
-        sections[-1].nodes.append(node)
+        if not runs or runs[-1][0]:
+            runs.append((False, grad, []))
+        runs[-1][2].append(node)
         if node.target is SET_GRAD_ENABLED:
             grad = bool(node.args[0])
-    busy = [s for s in sections if any(n.target is not SET_GRAD_ENABLED for n in s.nodes)]
-    return busy, grad
-
-
-def connect(graph: fx.Graph, sections: list[Section], symbols: list[fx.Node]) -> None:
-    """Set the inputs and outputs of each section. Raises CannotRewrite, see `compile_around_rnns`.
-
-    Every piece takes all symbols: Inductor can read `s` from an argument, but not from `2 * s`.
-    """
+    busy = [run for run in runs if any(n.target is not SET_GRAD_ENABLED for n in run[2])]
+    found = [Section.of(nodes, island=island, grad=begins) for island, begins, nodes in busy]
     position = {node: i for i, node in enumerate(graph.nodes)}
-    owner = {node: section for section in sections for node in section.nodes}
-    taken: dict[Section, set[fx.Node]] = {
-        section: set() if section.island else set(symbols) for section in sections
-    }
-    wanted: set[fx.Node] = set(graph.output_node().all_input_nodes)
-    for node, section in owner.items():
-        for value in node.all_input_nodes:
-            if value.op != "get_attr" and owner.get(value) is not section:
-                taken[section].add(value)
-                wanted.add(value)
-    for section in sections:
-        section.inputs = sorted(taken[section], key=position.__getitem__)
-        section.outputs = [node for node in section.nodes if node in wanted]
-        for node in section.outputs:
-            if node.target is ENTER_AUTOCAST:
-                raise CannotRewrite("an autocast region reaches across an RNN")
+    for i, section in enumerate(found):
+        taken = {*section.inputs, *(() if section.island else symbols)}
+        found[i] = replace(section, inputs=tuple(sorted(taken, key=position.__getitem__)))
+    return found, grad
 
 
 def outline(gm: fx.GraphModule, section: Section, base: bool) -> fx.GraphModule:
@@ -120,3 +102,51 @@ def _make_dense(graph: fx.Graph, rnn: fx.Node, new: dict[fx.Node, fx.Node]) -> N
 def bind(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     names = (argument.name for argument in schema(target).arguments)
     return {**dict(zip(names, args, strict=False)), **kwargs}
+
+
+# -- run time -------------------------------------------------------------------------------------
+
+
+def chained(
+    graph: fx.Graph,
+    sections: Sequence[ir.Section],
+    functions: Sequence[Callable[..., Any]],
+    leave: bool | None = None,
+) -> Callable[..., tuple[Any, ...]]:
+    """A function that calls the sections of a graph in order on values by number, and drops each
+    value after its last use.
+
+    `leave`: the grad mode at the end, or None if it is the same as at the start.
+    """
+    inputs = graph.find_nodes(op="placeholder")
+    computed = [node for section in sections for node in section.outputs]
+    number = {node: i for i, node in enumerate([*inputs, *computed])}
+    # Dropped at once, unless a later section reads it.
+    last = {node: section for section in sections for node in (*section.outputs, *section.inputs)}
+    for node in (*inputs, *graph.output_node().all_input_nodes):
+        last.pop(node, None)
+    calls = [
+        (
+            function,
+            [number[node] for node in section.inputs],
+            [number[node] for node in section.outputs],
+            [number[node] for node, user in last.items() if user is section],
+        )
+        for section, function in zip(sections, functions, strict=True)
+    ]
+    (returned,) = graph.output_node().args
+    assert isinstance(returned, (tuple, list))
+    # The caller may want constants too (None, for example).
+    results = [number[v] if isinstance(v, fx.Node) else (v,) for v in returned]
+
+    def run(*args: Any) -> tuple[Any, ...]:
+        values = dict(enumerate(args))
+        for function, given, made, done in calls:
+            values.update(zip(made, function(*[values[i] for i in given]), strict=True))
+            for i in done:
+                del values[i]
+        if leave is not None:
+            set_grad_enabled(leave)
+        return tuple([values[r] if isinstance(r, int) else r[0] for r in results])
+
+    return run

@@ -44,6 +44,7 @@ from ..scaling import low_gradients
 from ..torch_inside import dynamo, names
 from ..torch_inside.names import CallbackArgs, RestartAnalysis, dynamo_config, pytree
 from ..torch_inside.private_names import MissingInTorch
+from ..torch_inside.replace import applied
 
 VALUE_SIZES = {"capture_dynamic_output_shape_ops": True}
 
@@ -127,9 +128,7 @@ def _inner_calls() -> Iterator[None]:
         with contextlib.suppress(MissingInTorch):
             undo.enter_context(dynamo.inlined(torch.utils.checkpoint.__file__))
         with contextlib.suppress(MissingInTorch):
-            if not _GRAD.is_applied:  # by a function that is called in this one
-                _GRAD.apply()
-                undo.callback(_GRAD.revert)
+            undo.enter_context(applied(_GRAD))
         yield
 
 

@@ -131,6 +131,13 @@ class CompiledSteps:
             )  # fmt: skip
         return step
 
+    def by_operator(self, key: StepKey, part: Optimizer) -> CompiledStep:
+        """The step of a key as the optimizer's class does it, between the same checks."""
+        initialise_state(part, key.members)
+        config = config_of(key, self._max_grad_norm)
+        traced = TracedStep(part, key, config, None, self._results, by_operator=True)
+        return CompiledStep(traced, Emit("eager"))
+
     def _traced(self, key: StepKey, part: Optimizer, *, again: bool) -> TracedStep | None:
         """The step of this key as graphs; None if too many were traced."""
         config = config_of(key, self._max_grad_norm)

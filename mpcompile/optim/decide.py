@@ -31,6 +31,7 @@ from ..ir.fakes import like
 from ..ir.scale import STATE_DTYPES, ScaleState, settled
 from ..ir.step_config import FACTOR, NORM, SKIPPED, Slot, StepConfig
 from ..plans.compile_log import Dump, trace_step
+from ..scaling.overflows import sums_of
 from ..torch_inside.names import FakeTensorMode, norm_of_each
 from .compiled import Emit, Program
 
@@ -70,7 +71,7 @@ def _norms(gradients: list[torch.Tensor], config: StepConfig) -> list[torch.Tens
         return [torch.linalg.vector_norm(g, order, dtype=dtype) for g in gradients]
     if clipped:
         return [*norm_of_each(gradients, 2.0, dtype)]
-    return [g.sum(dtype=dtype) for g in gradients]
+    return [found.to(dtype) for found in sums_of(gradients)]
 
 
 def decided(config: StepConfig, values: _Values) -> dict[Slot, torch.Tensor]:

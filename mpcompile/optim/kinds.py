@@ -12,10 +12,9 @@ them, must do the same to these.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import fx
 
@@ -38,9 +37,6 @@ class _Value(NamedTuple):
 
     how: int
     whose: frozenset[int]
-
-
-_Known = dict[fx.Node, Any]  # a `_Value` for each tensor, a list of them for each list
 
 
 def kinds_of(graph: fx.Graph, count: int) -> list[int]:
@@ -75,7 +71,7 @@ def graph_of_one(gm: fx.GraphModule, index: int) -> fx.GraphModule:
 
 def _written(graph: fx.Graph) -> Mapping[Slot, _Value]:
     """What a step writes to each of its inputs."""
-    known: _Known = {}
+    known: dict[fx.Node, _Value] = {}
     for node in graph.nodes:
         if node.op == "placeholder":
             slot = ir.slot_of(node)
@@ -86,37 +82,18 @@ def _written(graph: fx.Graph) -> Mapping[Slot, _Value]:
             layout = None if tensor is None else (tensor.dtype, tensor.shape, tensor.stride())
             known[node] = _Value(hash((name, layout)), whose)
         elif node.op == "call_function":
-            known[node] = _computed(node, known)
+            names = (str(node.target), *node.kwargs)
+            arguments = (*node.args, *node.kwargs.values())
+            known[node] = _joined(names, [_computed(a, known) for a in arguments])
     return {ir.slot_of(target): known[read] for _, target, read in ir.writes(graph)}
 
 
-def _computed(node: fx.Node, known: _Known) -> Any:
-    if node.target is operator.getitem and isinstance(several := known[node.args[0]], list):  # type: ignore[index]
-        return several[node.args[1]]  # type: ignore[index]
-    arguments = [*node.args, *node.kwargs.values()]
-    names = (str(node.target), *node.kwargs)
-    if str(node.target).startswith("aten._foreach_"):  # each of a list from the same of other lists
-        length = max(len(a) for a in arguments if isinstance(a, (list, tuple)))  # no node is one
-        return [_joined(names, [_part(a, j, known) for a in arguments]) for j in range(length)]
-    return _joined(names, [_whole(a, known) for a in arguments])
-
-
-def _part(argument: object, j: int, known: _Known) -> _Value:
-    """Element `j` of an argument that is a list; all of another one."""
-    if isinstance(argument, (list, tuple)):
-        return _whole(argument[j], known)
-    if isinstance(argument, fx.Node) and isinstance(several := known[argument], list):
-        one: _Value = several[j]
-        return one
-    return _whole(argument, known)
-
-
-def _whole(argument: object, known: _Known) -> _Value:
+def _computed(argument: object, known: Mapping[fx.Node, _Value]) -> _Value:
+    """An argument of a call; what is no node is told by its text."""
     if isinstance(argument, fx.Node):
-        value = known[argument]
-        return value if isinstance(value, _Value) else _joined((), value)
+        return known[argument]
     if isinstance(argument, (list, tuple)):
-        return _joined((), [_whole(a, known) for a in argument])
+        return _joined((), [_computed(a, known) for a in argument])
     return _Value(hash(repr(argument)), frozenset())
 
 

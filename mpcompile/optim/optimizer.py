@@ -23,8 +23,8 @@ from ..torch_inside.optimizers import note_step, without_wrappers
 from .checks import check, check_arguments, check_group, check_ranks
 from .compiled import Emit
 from .compiled_steps import CompiledSteps, LastKey
-from .eager import eager_step, is_op_by_op
-from .first_state import initialise_state, move_scalar_state
+from .eager import is_op_by_op
+from .first_state import move_scalar_state
 from .members import StepKey, members_of
 from .reports import Results, held_by
 from .rests_on import of_key
@@ -203,17 +203,8 @@ class MPOptimizer(Optimizer):
         except CannotRewrite as error:
             self._leave(error, known)
         else:
-            if step is None:
-                self._by_operator(known)
-            else:
-                known.step = step
-                step.run(self._part)
-                for scale in known.key.scales:
-                    scale.stepped()
-
-    def _by_operator(self, known: LastKey) -> None:
-        initialise_state(self._part, known.key.members)
-        eager_step(self._part, known.key, self._max_grad_norm, self._results)
+            known.step = step
+            (step or self._steps.by_operator(known.key, self._part)).run(self._part)
 
     def _leave(self, error: CannotRewrite, known: LastKey) -> None:
         """Do this step and all others operator by operator, since none can be compiled."""
@@ -223,7 +214,8 @@ class MPOptimizer(Optimizer):
                 f"MPOptimizer: the step of {name} can't be traced: {error}. Use it as it is: "
                 "mpcompile(model) scales and skips for plain optimizers too"
             ) from error
-        self._by_operator(known)  # an error of the optimizer's own comes up here
+        # An error of the optimizer's own comes up here.
+        self._steps.by_operator(known.key, self._part).run(self._part)
         self.left = str(error)
         warnings.warn(
             f"MPOptimizer: the step of {name} can't be compiled: {error}. It runs operator by "

@@ -32,17 +32,12 @@ class Results:
         """
         return self._tensors[name].clone() if name in self._tensors else torch.tensor(before)
 
-    def write(self, name: str, value: torch.Tensor) -> None:
-        self._tensor(name, value.device).copy_(value)
-
     def slots(self, device: torch.device) -> dict[Slot, torch.Tensor]:
         """The tensors, by their slots in a step's graph; made on that device if need be."""
-        return {Slot("result", key=name): self._tensor(name, device) for name in _DTYPES}
-
-    def _tensor(self, name: str, device: torch.device) -> torch.Tensor:
-        if name not in self._tensors:
-            self._tensors[name] = torch.zeros((), dtype=_DTYPES[name], device=device)
-        return self._tensors[name]
+        for name, dtype in _DTYPES.items():
+            if name not in self._tensors:
+                self._tensors[name] = torch.zeros((), dtype=dtype, device=device)
+        return {Slot("result", key=name): tensor for name, tensor in self._tensors.items()}
 
 
 def held_by(

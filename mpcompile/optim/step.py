@@ -18,6 +18,7 @@ from ..ranks.shards import local
 from ..torch_inside.names import autocast_is_on, autocast_off, copy_all, set_grad_enabled
 from .compiled import Cut, Emit, Program, serves_vectors, without_numbers
 from .decide import Decision
+from .eager import eager_step
 from .fused import fused_step
 from .traced_step import TracedStep
 from .updates import UpdateGraph, in_call
@@ -42,11 +43,8 @@ class CompiledStep:
         self._decision = Decision(
             traced.config, traced.held, traced.fresh(), emit, dump, shapes=shapes, listed=together
         )
-        self._calls: list[_Call] = traced.lending(
-            lambda: _Calls(
-                one for graph in traced.updates for one in _calls_of(graph, traced.held, emit)
-            )
-        )
+        with traced.lending(self):
+            self._calls = [c for g in traced.updates for c in _calls_of(g, traced.held, emit)]
 
     def run(self, optimizer: Optimizer) -> None:
         """Do the step over the gradients of its parameters."""
@@ -62,6 +60,8 @@ class CompiledStep:
         finally:
             set_grad_enabled(grad_mode)
         self.traced.ran()
+        for scale in self.key.scales:
+            scale.stepped()
 
     def take(
         self,
@@ -78,16 +78,15 @@ class CompiledStep:
         """
         if self._decision.is_needed:
             self._decision.run(fresh)
+        held, config = self.traced.held, self.traced.config
+        skip = held[SKIPPED] if config.checked else None
+        factor = held[FACTOR] if config.clipped else None
         if self.traced.fused:
-            held, config = self.traced.held, self.traced.config
-            skip = held[SKIPPED] if config.checked else None
-            fused_step(optimizer, skip, held[FACTOR] if config.clipped else None)
+            fused_step(optimizer, skip, factor)
+        if self.traced.by_operator:
+            eager_step(optimizer, self.key, skip, factor)
         for call in self._calls:
             call(gradients)
-
-
-class _Calls(list["_Call"]):
-    """All of a step, in order. (A list itself can't have a finalizer.)"""
 
 
 class _Bound:

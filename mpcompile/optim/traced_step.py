@@ -10,9 +10,10 @@ leaves behind is the same in both.
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -29,21 +30,19 @@ from .rests_on import Fact, OfStep
 from .trace import Trace
 from .updates import UpdateGraph, Updates
 
-_Made = TypeVar("_Made")
-
 
 class TracedStep:
     """The step of one optimizer for one key.
 
     Args:
         config: its settings: see `config_of`.
-        updates: what the optimizer does to these parameters, and maybe to others; None: its class's
-            fused kernel does it.
+        updates: what the optimizer does to these parameters, and maybe to others; None: its class
+            does it, by its fused kernel or `by_operator`.
         results: where the step reports.
 
     Attributes:
         updates: the graphs that update the parameters.
-        fused: whether torch's fused kernel does.
+        fused, by_operator: whether torch's fused kernel does, or the class operator by operator.
         rests_on: what must not change.
         held: the tensors that are the same in every step, by the slot of their input.
     """
@@ -55,12 +54,16 @@ class TracedStep:
         config: StepConfig,
         updates: Updates | None,
         results: Results,
+        *,
+        by_operator: bool = False,
     ) -> None:
         self.key, self.config, self.device = key, config, key.members[0].param.device
-        self.fused = updates is None
+        self.fused, self.by_operator = updates is None and not by_operator, by_operator
         self.updates: Sequence[UpdateGraph] = ()
         self._settings: HeldSettings | None = None
-        if updates is None:
+        if by_operator:
+            self.rests_on = OfStep(optimizer, ())  # the class reads all again
+        elif updates is None:
             served = Fact("settings that torch's kernel lacks", settings_of, optimizer)
             self.rests_on = OfStep(optimizer, key.members, None, served)
         else:
@@ -80,13 +83,14 @@ class TracedStep:
         params = [member.param for member in key.members if member.updated]
         self._written = [*params, *map(local, filter(is_sharded, params))]
         pairs = zip(key.members, key.copies, strict=True)
-        self._copied = [(m.param, copy) for m, copy in pairs if copy is not None and m.updated]
+        copied = [(m.param, copy) for m, copy in pairs if copy is not None and m.updated]
+        self._copied = [] if by_operator else copied  # the class writes no copies
 
     def _kept(self, optimizer: Optimizer) -> Mapping[Slot, torch.Tensor]:
         """Parameters, their copies and state, and the loss scales."""
         kept: dict[Slot, torch.Tensor] = {}
         for i, (member, copy) in enumerate(zip(self.key.members, self.key.copies, strict=True)):
-            if not member.updated:
+            if not member.updated or self.by_operator:
                 continue
             kept[Slot("param", i)] = local(updated_by(optimizer, member.param))
             if copy is not None:
@@ -129,16 +133,16 @@ class TracedStep:
                 fresh[Slot("scale", k, "first")] = self._firsts[is_first]
         return fresh
 
-    def lending(self, make: Callable[[], _Made]) -> _Made:
-        """Call `make`, which makes something that holds tensors over the parameters' memory."""
+    @contextlib.contextmanager
+    def lending(self, to: object) -> Iterator[None]:
+        """In this context, `to` gets tensors over the parameters' memory, which it holds."""
         pairs = [(p, copy) for p, copy in self._copied if not is_sharded(p)]
         before = [holders_beside(param) for param, _ in pairs]
-        made = make()
+        yield
         for (param, copy), had in zip(pairs, before, strict=True):
             if lent := holders_beside(param) - had:
                 copy.lent += lent
-                weakref.finalize(made, copy.give_back, lent).atexit = False
-        return made
+                weakref.finalize(to, copy.give_back, lent).atexit = False
 
     def ran(self) -> None:
         """Tell autograd and the working copies that the step has run."""

@@ -21,7 +21,7 @@ the first with a number is the one that autograd recorded.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,24 +72,7 @@ class BackwardNode:
     recomputed: bool = False
 
 
-def counter(found: list[Saved]) -> Callable[..., Any]:
-    """A replacement for Inductor's code generation (`inner_compile`) that adds to `found`."""
-
-    def compile_graph(gm: fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any) -> Any:
-        if not (kwargs.get("is_backward") or kwargs.get("is_inference")):
-            found.extend(saved_by(gm))
-
-        def call(args: list[Any]) -> Any:
-            inputs = list(args)
-            args.clear()
-            return gm(*inputs)
-
-        return boxed(call)
-
-    return compile_graph
-
-
-def saved_by(gm: fx.GraphModule) -> list[Saved]:
+def _saved_by(gm: fx.GraphModule) -> list[Saved]:
     """The storages that a partitioned forward returns for its backward, without inputs."""
     facts = TracingContext.get().fw_metadata
     assert facts is not None
@@ -162,7 +145,6 @@ class Partitioned:
         self._names = frozenset(names)
         self._callers = _callers(gm, self._names)
         self._recorded: dict[int, str] = {}  # autograd's number -> the node that it recorded
-        self._count: Callable[..., Any] = counter(self.saved)
 
     def joint(self, graph: fx.Graph) -> None:
         """Read a joint graph, before Inductor's passes drop nodes that compute nothing."""
@@ -177,7 +159,15 @@ class Partitioned:
             calls = (n for n in gm.graph.nodes if n.op == "call_function")
             found = tuple(self._described(n) for n in calls if not ir.is_getitem(n))
             self.backward = (*found, *self.backward)  # a later piece has the earlier backward
-        return self._count(gm, example_inputs, **kwargs)
+        elif not kwargs.get("is_inference"):
+            self.saved += _saved_by(gm)
+
+        def call(args: list[Any]) -> Any:
+            inputs = list(args)
+            args.clear()
+            return gm(*inputs)
+
+        return boxed(call)
 
     def _described(self, node: fx.Node) -> BackwardNode:
         tag = node.meta.get("partitioner_tag")

@@ -242,8 +242,11 @@ class Planner:
         fixed = [fake_of_fixed_size(copy) for copy in working]
         given = inputs.assembled(example_inputs, fixed, scaling)
         # Passes over the joint graph call kernels of the device, which an absent one can't have.
-        there = self.absent is None
-        joint = joint_passes(self.settings.level, facts.target.device) if there else NO_PASSES
+        joint = joint_passes(
+            self.settings.level, facts.target.device, recompute=self.settings.recompute
+        )
+        if self.absent is not None:
+            joint = JointPasses(keeps_casts=joint.keeps_casts, recomputes=joint.recomputes)
         run = self._emit(planned.graph, given, replace(planned.plan, ends_with=ends_with), joint)
         flops = planned.plan.tensor_cores.flops
         return counted(lambda *args: run(*inputs.assembled(args, working, scaling)), flops)
@@ -303,7 +306,7 @@ class Planner:
         found = Partitioned(gm, {node.name for node in plan.nodes})
         run = emit(
             gm, inputs, "inductor", options={"joint_custom_pre_pass": found.joint}, joint=joint,
-            recompute=self.settings.recompute, untouched=plan.left is not None, inner=found.inner,
+            untouched=plan.left is not None, inner=found.inner,
         )  # fmt: skip
         self.graphs.append(replace(plan, saved=tuple(found.saved), backward=found.backward))
         return run

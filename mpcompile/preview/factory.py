@@ -8,8 +8,10 @@ The factory is called without arguments and returns `(model, args)`, `(model, ar
 from __future__ import annotations
 
 import importlib
+import os
+import sys
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,17 +26,12 @@ CONTRACT = (
 )
 
 
-class Made(NamedTuple):
-    """What a factory returned: a model, the arguments of its call, and who makes the loss."""
-
-    model: nn.Module
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    loss_fn: Callable[[Any], torch.Tensor] | None
+Made = tuple[nn.Module, tuple[Any, ...], dict[str, Any], Callable[[Any], torch.Tensor] | None]
+"""What a factory returned: a model, the arguments of its call, and who makes the loss."""
 
 
 def made_by(target: str) -> Made:
-    """Import the factory and call it.
+    """Import the factory, whose module may lie in the current directory, and call it.
 
     Raises:
         MPCompileError: the module or factory doesn't exist, fails, or returns something else.
@@ -48,6 +45,7 @@ def made_by(target: str) -> Made:
         raise MPCompileError(
             f"{target!r}: name the module, not its file{_likely(f'{module_name}.{path}')}"
         )
+    sys.path.insert(0, os.getcwd())  # as `python -m` does
     try:
         found: Any = importlib.import_module(module_name)
     except Exception as error:
@@ -94,4 +92,4 @@ def _checked(target: str, made: Any) -> Made:
             raise MPCompileError(
                 f"{target}() returned a {type(value).__name__} as {name}; {CONTRACT}"
             )
-    return Made(model, tuple(args), kwargs, loss_fn)
+    return model, tuple(args), kwargs, loss_fn

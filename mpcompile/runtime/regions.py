@@ -14,10 +14,10 @@ Modules that differ in this share no function.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import fx, nn
@@ -28,7 +28,8 @@ from ..rules.policy import Policy
 from ..scaling import parameters
 from ..torch_inside.dynamo import calls_of_modules
 from ..torch_inside.modules import compiled_call, hooks_around, set_compiled_call
-from ..torch_inside.names import compile_lock, dynamo_config
+from ..torch_inside.names import dynamo_config
+from ..torch_inside.replace import applied
 from .sharded_call import ends_graph
 
 Function = Callable[..., Any]
@@ -184,13 +185,8 @@ class Regions:
             self.modules += group
         self.divided = True
 
-    @contextlib.contextmanager
-    def ending_graphs(self) -> Iterator[None]:
+    def ending_graphs(self) -> AbstractContextManager[None]:
         """In this context, Dynamo ends a graph before it calls one of the modules. It would trace
         through to their code otherwise, whatever a call of them runs.
         """
-        with compile_lock, contextlib.ExitStack() as undo:
-            if not self._calls.is_applied:  # by a function that is called in this one
-                self._calls.apply()
-                undo.callback(self._calls.revert)
-            yield
+        return applied(self._calls)

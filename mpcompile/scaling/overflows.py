@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from ..devices.registry import capabilities
 from ..errors import MPCompileError
 from ..ranks.shards import Ranks, local, ranks_of
 from ..torch_inside.names import norm_of_each
@@ -308,10 +309,21 @@ def any_nonfinite(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
     for gradient in dense:
         by_device.setdefault(gradient.device, []).append(gradient)
     found = []
-    for group in by_device.values():
-        most = torch.stack(norm_of_each(group, float("inf")))
-        found.append((most - most).any())
+    for device, group in by_device.items():
+        many = capabilities(device).multi_tensor
+        each = norm_of_each(group, float("inf")) if many else sums_of(group)
+        some = torch.stack([*each])
+        found.append((some - some).any())
     first, *others = found
     for other in others:
         first = first | other.to(first.device)
     return first
+
+
+def sums_of(gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The sum of each, 0-d: not finite if some element isn't, or if the sum is beyond FP32's range.
+    Where no kernel takes many tensors, a sum takes a tenth of a largest magnitude's time.
+    """
+    # BF16, whose range is FP32's, is summed up in FP32 in any case. Asked for an FP32 result, torch
+    # would first make an FP32 copy on a CPU (2.13), which takes 20 times as long.
+    return [g.sum(dtype=torch.float32 if g.dtype is torch.float16 else None) for g in gradients]

@@ -14,6 +14,7 @@ tables of a class instead (`tp_methods`, `tp_getset`, `tp_members`), and then ne
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import threading
@@ -22,6 +23,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .names import compile_lock
 from .private_names import MissingInTorch
 
 Function = Callable[..., Any]
@@ -120,6 +122,22 @@ class Replacement:
             return self._ours(theirs, *args, **kwargs)
 
         return call
+
+
+@contextlib.contextmanager
+def applied(*replacements: Replacement) -> Iterator[None]:
+    """In this context they are there, and no other thread compiles. One that is there already, by a
+    function that is called in another one, stays.
+
+    Raises:
+        MissingInTorch: one can't be applied. Then none is.
+    """
+    with compile_lock, contextlib.ExitStack() as undo:
+        for replacement in replacements:
+            if not replacement.is_applied:
+                replacement.apply()
+                undo.callback(replacement.revert)
+        yield
 
 
 def method(cls: Any, name: str, ours: Function) -> Replacement:

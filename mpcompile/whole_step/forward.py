@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from .. import ir
 from ..compiler.plan_graph import Planned, plan_graph
 from ..compiler.training import Training, training_of
 from ..errors import CannotRewrite
@@ -125,9 +124,7 @@ def rewritten(
         CannotRewrite: see `plan_graph`; or it holds what one graph can't.
     """
     with torch.set_grad_enabled(part.grad):
-        outlined, new = ir.cut(part.nodes, part.inputs)
-        outlined.output(tuple(new[node] for node in part.outputs))
-        graph = ir.module_of(outlined, gm)
+        graph = part.alone(gm)
         if settings.level is Level.O0:
             plan = plan_of_left(O0_ASKED, place_of(examples))
             return Forward(graph, GraphInputs(len(part.inputs)), plan)

@@ -90,11 +90,8 @@ def go_backward(
         gradient that steps alone read is not counted: they check it.
     """
     reads = _reads(ran)
-    counts = {
-        r.forward.scale: r.counter
-        for r in ran
-        if r.forward.scale is not None and r.counter is not None
-    }
+    scaled = ((r.forward.scale, r.counter) for r in ran)
+    counts = {scale: n for scale, n in scaled if scale is not None and n is not None}
     own = [x for i, x in enumerate(inputs) if x.requires_grad or i in read]
     wanted = [*own, *(leaf for *_, leaf in reads), *counts.values()]
     given: Sequence[Any] = torch.autograd.grad(losses, wanted, allow_unused=True, **options)

@@ -16,19 +16,19 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
-from torch.fx.passes.split_module import split_module
 
 from .. import ir
 from ..devices.registry import capabilities
 from ..errors import CannotRewrite
-from ..lower.inference import Function, compile_inference, options_for_joins
+from ..lower.inference import Function, compile_inference, options_for_joins, outliving, replays
 from ..lower.joint import NO_PASSES, joint_passes, with_joint_passes
-from ..lower.replayed import outliving, replays
+from ..lower.sections import chained
 from ..lower.write_order import inductor_for
 from ..operators.rnn_layer import IN_A_GRAPH
 from ..planner.target import place_of
@@ -200,36 +200,18 @@ def _by_phase(
         A function of a list of all inputs; it may empty the list.
     """
     # In the order of `gm`: phases write in place what later ones read.
-    whole = split_module(gm, gm, phases.__getitem__, keep_original_order=True)
-    calls = whole.graph.find_nodes(op="call_module")
-    order = [int(call.target.removeprefix("submod_")) for call in calls]
-    assert order == sorted(order), order
-    for call in calls:
-        phase: Any = getattr(whole, call.target)
-        output = phase.graph.output_node()
-        alone = isinstance(output.args[0], fx.Node)
-        if alone:
-            output.args = ((output.args[0],),)
-            phase.recompile()
-        setattr(whole, call.target, _Phase(compiled(phase), alone=alone))
-    forward = whole.forward  # it forgets each value after its last use
+    calls = (n for n in gm.graph.nodes if n.op not in ("placeholder", "get_attr", "output"))
+    sections = [ir.Section.of(nodes) for _, nodes in groupby(calls, phases.__getitem__)]
+    functions = [compiled(section.alone(gm)) for section in sections]
+    forward = chained(gm.graph, sections, [_of_values(function) for function in functions])
 
     def run(values: list[Any]) -> Sequence[Any]:
         given = tuple(values)
         values.clear()
-        returned: Sequence[Any] = forward(*given)
-        return returned
+        return forward(*given)
 
     return run
 
 
-class _Phase(torch.nn.Module):
-    """A compiled phase, called as a module. `alone`: it has one result, not a tuple of them."""
-
-    def __init__(self, run: Function, *, alone: bool) -> None:
-        super().__init__()
-        self._run, self._alone = run, alone
-
-    def forward(self, *values: Any) -> Any:
-        returned = self._run(list(values))
-        return returned[0] if self._alone else returned
+def _of_values(function: Function) -> Callable[..., Sequence[Any]]:
+    return lambda *values: function(list(values))

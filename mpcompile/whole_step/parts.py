@@ -29,22 +29,16 @@ BACKWARD = torch.autograd.grad
 STEP = torch.ops.mpcompile.take_step.default
 
 
-@dataclass(frozen=True)
-class StepPart:
+@dataclass(frozen=True, eq=False)
+class StepPart(ir.Section):
     """Nodes that are handled together.
 
     Attributes:
         kind: see above; a backward and a step are one node.
-        nodes: in order.
-        inputs: the values from outside that they read.
-        outputs: those of the nodes that are read outside.
         grad: the grad mode that the part begins in.
     """
 
     kind: Kind
-    nodes: tuple[fx.Node, ...]
-    inputs: tuple[fx.Node, ...]
-    outputs: tuple[fx.Node, ...]
     grad: bool
 
 
@@ -84,7 +78,7 @@ def cut(graph: fx.Graph) -> list[StepPart]:
         grad, run = _mode_after(run, grad), []
         if node.op != "output":
             kinds: dict[object, Kind] = {BACKWARD: "backward", STEP: "step"}
-            found.append(_part(kinds.get(node.target, "plain"), [node], grad))
+            found.append(StepPart.of([node], kind=kinds.get(node.target, "plain"), grad=grad))
     return found
 
 
@@ -130,21 +124,14 @@ def _parts_of_run(run: list[fx.Node], before: set[fx.Node], grad: bool) -> list[
     start, end = window
     return [
         *_plain(run[:start], grad),
-        _part("forward", run[start:end], modes[start]),
+        StepPart.of(run[start:end], kind="forward", grad=modes[start]),
         *_plain(run[end:], modes[end]),
     ]
 
 
 def _plain(nodes: list[fx.Node], grad: bool) -> list[StepPart]:
-    return [_part("plain", [n], _mode_after(nodes[:i], grad)) for i, n in enumerate(nodes)]
-
-
-def _part(kind: Kind, nodes: list[fx.Node], grad: bool) -> StepPart:
-    own = set(nodes)
-    inputs = dict.fromkeys(i for n in nodes for i in n.all_input_nodes if i not in own)
-    outputs = [n for n in nodes if any(user not in own for user in n.users)]
-    read = tuple(n for n in inputs if n.op != "get_attr")
-    return StepPart(kind, tuple(nodes), read, tuple(outputs), grad)
+    modes = [_mode_after(nodes[:i], grad) for i in range(len(nodes))]
+    return [StepPart.of([n], kind="plain", grad=m) for n, m in zip(nodes, modes, strict=True)]
 
 
 def _mode_after(nodes: Iterable[fx.Node], grad: bool) -> bool:

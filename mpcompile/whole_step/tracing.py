@@ -31,7 +31,7 @@ from ..ranks.zero import is_zero
 from ..scaling import hooks
 from ..scaling.parameters import parameters_of
 from ..torch_inside import dynamo, names
-from ..torch_inside.replace import Spot, calls_of, method, put, reads_of
+from ..torch_inside.replace import Spot, applied, calls_of, method, put, reads_of
 
 
 class _Parameters:
@@ -152,15 +152,12 @@ class _Patches:
 
     @contextlib.contextmanager
     def applied(self) -> Iterator[None]:
-        """In this context, all are in place.
+        """In this context, all are in place; no other thread compiles.
 
         Raises:
             MissingInTorch: Dynamo has no such place. Then none is.
         """
-        with contextlib.ExitStack() as undo:
-            for replacement in self._replaced:
-                replacement.apply()
-                undo.callback(replacement.revert)
+        with applied(*self._replaced), contextlib.ExitStack() as undo:
             # Dynamo traces `.grad` of a Parameter, and not of a subclass, such as a MasterWeight.
             module = names.torch_function
             banned = [name for name in module.banned_attrs if name != "grad"]
@@ -190,13 +187,11 @@ class _Patches:
 _patches: list[_Patches] = []  # of the trace that runs
 
 
-@contextlib.contextmanager
-def traceable_optimizers() -> Iterator[None]:
+def traceable_optimizers() -> contextlib.AbstractContextManager[None]:
     """In this context, Dynamo traces the steps of all optimizers as `take_step`; no other thread
     compiles.
     """
-    with names.compile_lock, _Patches().applied():
-        yield
+    return _Patches().applied()
 
 
 def check_reached(has_backward: bool) -> None:

@@ -164,13 +164,18 @@ def _cast(place: int, kept: fx.Node) -> _Cast | None:
     return best
 
 
+def is_cast(node: fx.Node) -> bool:
+    """Whether the node is a cast, as it stands in a joint graph."""
+    copies = node.target is aten._to_copy.default and {*node.kwargs} == {"dtype"}
+    return node.target is _CONVERT or copies
+
+
 def _source(node: fx.Node) -> fx.Node | None:
     """What the node is a cast or a view of, if that is all that it reads."""
     target = node.target
     if not isinstance(target, OpOverload) or len(node.all_input_nodes) != 1:
         return None
-    cast = target is _CONVERT or (target is aten._to_copy.default and {*node.kwargs} == {"dtype"})
-    alike = cast or target is aten._unsafe_view.default or target.is_view
+    alike = is_cast(node) or target is aten._unsafe_view.default or target.is_view
     source = node.all_input_nodes[0]
     tensors = (ir.tensor(source), ir.tensor(node))
     dense = all(t is not None and t.layout is torch.strided for t in tensors)

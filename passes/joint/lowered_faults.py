@@ -32,6 +32,18 @@ other. Smaller windows, as those of most pools over images, are written out elem
 Where two equal maxima of a low dtype meet in one loop, Inductor's C++ declares a variable twice and
 does not compile. In FP32 it does. A maximum is exact, so the results are the same, and the loop
 computes in FP32 registers either way. A graph with one maximum stays as it is.
+
+**`read_low_results`** lets others read what a result was widened from.
+
+    logits: f32 = convert(mm, f32)                logits: f32 = convert(mm, f32)
+    maximum = amax(logits, [1])            ->     again: f32 = convert(mm, f32)
+    return (logits, maximum)                      maximum = amax(again, [1])
+                                                  return (logits, maximum)
+
+Inductor writes a result out before it lowers what else reads it, and all of these then read the
+FP32 values, twice the bytes of the low ones, which hold the same numbers. Where what was widened
+lies in memory, written by a product or given, and only fused kernels read the result, each now
+widens for itself, in registers.
 """
 
 from __future__ import annotations
@@ -55,6 +67,15 @@ _WRITTEN_OUT = 25
 """Elements of the largest window that Inductor writes out."""
 _MAXIMA = (aten.amax.default, aten.amin.default)
 _CONVERT = torch.ops.prims.convert_element_type.default
+
+_REDUCTIONS = (
+    *_MAXIMA, aten.sum.default, aten.sum.dim_IntList, aten.gather.default, aten.var_mean.correction,
+)  # fmt: skip
+"""What Inductor fuses with the elementwise operators that make its operand."""
+_PRODUCTS = (
+    aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default,
+    aten.convolution.default,
+)  # fmt: skip
 
 
 def fill_zeros(graph: fx.Graph) -> bool:
@@ -107,3 +128,57 @@ def widen_maxima(graph: fx.Graph) -> bool:
         node.replace_all_uses_with(back)
         graph.erase_node(node)
     return True
+
+
+def read_low_results(graph: fx.Graph) -> bool:
+    """Rewrite the graph. Returns whether anything changed."""
+    output = graph.output_node()
+    changed = False
+    for node in graph.find_nodes(op="call_function", target=_CONVERT):
+        if ir.dtype(node.args[0]) not in HALF or ir.dtype(node) is not torch.float32:
+            continue
+        views = _views(node)
+        returned = [view for view in views if output in view.users]
+        others = [user for view in views for user in view.users if user not in (output, *views)]
+        if not (len(returned) == 1 and others and _is_in_memory(node.args[0])):
+            continue
+        if all(map(_is_fused, others)):
+            with graph.inserting_before(output):
+                again = _again(graph, returned[0], node)
+            output.replace_input_with(returned[0], again)
+            changed = True
+    return changed
+
+
+def _views(node: fx.Node) -> list[fx.Node]:
+    """The node and all views of it."""
+    found = [node]
+    for view in found:
+        found += [user for user in view.users if _is_view(user) and user not in found]
+    return found
+
+
+def _is_view(node: fx.Node) -> bool:
+    return getattr(node.target, "is_view", False) or node.target is aten.reshape.default
+
+
+def _is_in_memory(value: Any) -> bool:
+    """Whether a kernel that Inductor doesn't write makes the value, or the caller."""
+    while _is_view(value):
+        value = value.args[0]
+    return value.op == "placeholder" or value.target in _PRODUCTS
+
+
+def _is_fused(node: fx.Node) -> bool:
+    return ir.is_pointwise(node) or node.target in _REDUCTIONS
+
+
+def _again(graph: fx.Graph, view: fx.Node, cast: fx.Node) -> fx.Node:
+    """The view of a copy of the cast."""
+    chain = [view]
+    while chain[-1] is not cast:
+        chain.append(chain[-1].args[0])  # type: ignore[arg-type]
+    made: dict[fx.Node, fx.Node] = {}
+    for step in reversed(chain):
+        made[step] = graph.node_copy(step, lambda node: made.get(node, node))
+    return made[view]

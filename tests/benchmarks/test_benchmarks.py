@@ -10,15 +10,14 @@ import pytest
 import torch
 from repository import ROOT
 
-from benchmarks import gpt, padding, small, step_times
+from benchmarks import first_steps, gpt, optimizer_step, padding, small, step_times
 from benchmarks.__main__ import main, registry
-from benchmarks.first_steps import measure as first_steps
 from benchmarks.first_steps.trainings import TINY as TINY_TRAININGS
-from benchmarks.gpt import make_report, measure_all, verdicts
+from benchmarks.gpt import verdicts
+from benchmarks.harness import processes
 from benchmarks.harness.processes import call_elsewhere, calls_elsewhere, starts
 from benchmarks.harness.report import Report, Settings, Table, environment, paragraphs, plain
 from benchmarks.harness.timing import Arm, far_behind, ratio, summarize, take_turns
-from benchmarks.optimizer_step import measure as optimizer_step
 from benchmarks.papers.rule import deviations
 from benchmarks.saved_bytes import count as cases
 from benchmarks.saved_bytes import excess
@@ -94,9 +93,9 @@ def test_what_is_left_out_has_no_verdict() -> None:
     """And where nothing runs low, FP32's speed is what is to be kept."""
     same = ratio([1.0], [1.0])
     over_fp32 = {f"{ours} over {gpt.FP32}": same for ours in gpt.OURS}
-    kept = verdicts(over_fp32, {}, dict.fromkeys(gpt.OURS, False))
+    kept = dict(verdicts(over_fp32, {}, dict.fromkeys(gpt.OURS, False)))
     assert list(kept.values()) == [True, True]
-    missed = verdicts(over_fp32, {}, dict.fromkeys(gpt.OURS, True))
+    missed = dict(verdicts(over_fp32, {}, dict.fromkeys(gpt.OURS, True)))
     assert list(missed.values()) == [False, False]
 
 
@@ -204,27 +203,29 @@ def test_every_arm_starts_cold_and_then_warm_from_its_own_caches(
 ) -> None:
     started: list[tuple[str, str]] = []
 
-    def start(name: str, device: torch.device, cache: Path) -> dict[str, object]:
-        started.append((name, cache.name))
+    def start(_: str, name: str, kind: str, environment: dict[str, str]) -> dict[str, object]:
+        started.append((name, environment["TORCHINDUCTOR_CACHE_DIR"]))
         return {"number": len(started)}
 
-    monkeypatch.setattr(gpt, "_start", start)
+    monkeypatch.setattr(processes, "call_elsewhere", start)
     work = dataclasses.replace(gpt.TINY, warm_starts=2)
     found = gpt.measure_starts(work, CPU, ("an arm", "other"))
-    assert started == [("an arm", "an_arm"), ("other", "other")] * 3
+    assert [name for name, _ in started] == ["an arm", "other"] * 3
+    assert started == started[:2] * 3
+    assert started[0][1] != started[1][1]
     assert found["other"] == {"cold": {"number": 2}, "warm": [{"number": 4}, {"number": 6}]}
 
 
 @pytest.mark.sweep("runs a benchmark, small")
-def test_a_first_step_of_gpt_in_a_fresh_process(tmp_path: Path) -> None:
-    found = gpt._start(gpt.O1, CPU, tmp_path)
+def test_a_first_step_of_gpt_in_a_fresh_process() -> None:
+    (found,) = starts(1, "benchmarks.gpt:first_step", gpt.O1, "cpu")
     assert 0 < found["passes"] < found["seconds"]
     assert found["cache_hits"] == 0
 
 
 @pytest.mark.sweep("runs a benchmark, small")
 def test_first_steps_of_an_optimizer_in_a_fresh_process() -> None:
-    assert starts(1, "benchmarks.optimizer_step.measure:first_steps", "mpcompile", "cpu")[0] > 0
+    assert starts(1, "benchmarks.optimizer_step:first_steps", "mpcompile", "cpu")[0] > 0
 
 
 def test_registry_finds_each_benchmark() -> None:
@@ -266,18 +267,6 @@ def test_gpt_tiny(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert all(abs(loss - losses[gpt.FP32]) < 0.02 for loss in losses.values())
     assert data["saved_bytes"][gpt.O2] < data["saved_bytes"][gpt.FP32]
     assert "mpcompile O1 over compile FP32" in capsys.readouterr().out
-
-
-@pytest.mark.slow("a benchmark's own test, which runs it small")
-def test_gpt_in_fp16_tiny() -> None:
-    """The arms that only a GPU runs at full size."""
-    work = dataclasses.replace(gpt.TINY, half=True)
-    report = make_report(work, CPU, measure_all(work, CPU))
-    losses = report.data["first_loss"]
-    assert losses.keys() == {*gpt.ARMS, *gpt.HALF_ARMS}
-    assert all(abs(loss - losses[gpt.FP32]) < 0.02 for loss in losses.values())
-    pair = f"{gpt.HALF_O2} over {gpt.HALF_AUTOCAST}"
-    assert all(pair in group for group in report.data["ratios"].values())
 
 
 @pytest.mark.slow("a benchmark's own test, which runs it small")

@@ -76,10 +76,10 @@ def test_verdicts_hold_us_to_the_peer() -> None:
         return Counted([Collective("all-reduce", "FP32", size) for size in sizes], start=0)
 
     found = {arm.name: counted(50.0, 50.0) for arm in ARMS}
-    assert list(verdicts(found).values()) == [True] * 16
+    assert list(dict(verdicts(found)).values()) == [True] * 16
     found[Arm(DDP, "O1", clips=False).name] = counted(1.0, 1.0, 1.0)
     found[Arm(DDP, "O2", clips=False).name] = counted(100.2)
-    assert list(verdicts(found).values()).count(False) == 2
+    assert list(dict(verdicts(found)).values()).count(False) == 2
 
 
 @pytest.mark.sweep("runs a benchmark, small")

@@ -13,8 +13,8 @@ from documents import README
 
 from benchmarks.figures import DRAWN, FIGURES, TELLING
 from benchmarks.harness.report import RESULTS
+from benchmarks.harness.ways import AUTOCAST, PIECES, WHOLE
 from benchmarks.peers import geometric_mean
-from benchmarks.peers.measure import AUTOCAST, PIECES, WHOLE
 
 pytest.importorskip("matplotlib")
 
@@ -80,8 +80,7 @@ def test_words(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.slow_rows("a benchmark's own test, which runs it small")
 @pytest.mark.parametrize("name", DRAWN)
 def test_the_committed_figure_says_the_same(name: str, tmp_path: Path) -> None:
-    """Else draw it again: `python -m benchmarks.ablations`, `benchmarks.figures` or
-    `benchmarks.figures`.
+    """Else draw it again: `python -m benchmarks.figures`.
 
     Letters are outlines in these files; a comment beside them has each word.
     """

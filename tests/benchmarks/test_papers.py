@@ -5,7 +5,7 @@ import functools
 import json
 import math
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from benchmarks.papers.again import SIGNIFICANT, chances, corrected, look_again,
 from benchmarks.papers.report import OFF, Histogram, make_report
 from benchmarks.papers.rows import Kept, Row, Store
 from benchmarks.papers.rule import compare
-from benchmarks.papers.task import FP32, QUALITY, Metrics, Outcome, Probe, Task, train
+from benchmarks.papers.task import FP32, QUALITY, Metrics, OneModel, Outcome, Probe, Task, train
 from benchmarks.papers.tasks import AS_AVERAGED, ROWS, TASKS
 from benchmarks.papers.tasks.gan import frechet_distance
 from mpcompile.observe.record import EXPONENTS
@@ -34,33 +34,28 @@ CPU = torch.device("cpu")
 HALF = torch.float16
 
 
-class Line:
+class Line(OneModel):
     """One linear layer that learns to double its input, clipped to a norm of a quarter."""
 
     def __init__(self, trainer: Trainer, seed: int) -> None:
-        self.trainer = trainer
-        self.net = trainer.model(nn.Linear(16, 16))
-        make = functools.partial(torch.optim.SGD, lr=0.1)
-        self.optimizer = trainer.optimizer(make, [*self.net.parameters()], max_grad_norm=0.25)
-        self.generator = torch.Generator().manual_seed(seed)
+        sgd = functools.partial(torch.optim.SGD, lr=0.1)
+        super().__init__(trainer, seed, nn.Linear(16, 16), sgd, max_grad_norm=0.25)
 
-    def step(self) -> Tensor:
-        x = torch.randn(8, 16, generator=self.generator)
-        with self.trainer.forward():
-            loss = (self.net(x) - 2 * x).square().mean()
-        self.trainer.backward(loss)
-        self.trainer.step(self.optimizer)
-        self.trainer.done()
-        return loss.detach()
+    def _draw(self, seed: int) -> Iterator[Sequence[Tensor]]:
+        generator = torch.Generator().manual_seed(seed)
+        while True:
+            yield (torch.randn(8, 16, generator=generator),)
+
+    def _loss(self, x: Tensor) -> Tensor:
+        return (self._net(x) - 2 * x).square().mean()
 
     def judge(self) -> Metrics:
-        return {"weights": sum(p.sum().item() for p in self.net.parameters())}
+        return {"weights": sum(p.sum().item() for p in self._net.parameters())}
 
 
 class Probed(Line):
     def probe(self) -> Probe:
-        x = torch.randn(8, 16, generator=self.generator)
-        return Probe(self.net, (x,), lambda result: result.square().mean())
+        return Probe(self._net, tuple(next(self._batches)), lambda result: result.square().mean())
 
 
 LINE = Task("line", "a line", "drawn", "weights", True, 12, Line)

@@ -8,7 +8,7 @@ from typing import cast
 import pytest
 import torch
 
-from benchmarks.papers.tasks import grammar
+from benchmarks.papers.tasks import grammar, translation
 from benchmarks.papers.tasks.grammar import (
     NOUNS,
     Clause,
@@ -30,20 +30,6 @@ from benchmarks.papers.tasks.speech import (
     utterances,
 )
 from benchmarks.papers.tasks.speech import greedy as heard
-from benchmarks.papers.tasks.translation import (
-    BEGIN,
-    END,
-    PAD,
-    Corpus,
-    LSTMTranslator,
-    Transformer,
-    bleu,
-    corpus,
-    greedy,
-    noam,
-    sinusoids,
-    words_of,
-)
 
 CPU = torch.device("cpu")
 
@@ -146,7 +132,7 @@ def test_a_verb_has_two_senses() -> None:
 
 def test_words_of_the_target_are_distinct() -> None:
     """As many stems as the source has that are translated, and a second sense for each of four."""
-    data = corpus()
+    data = translation.corpus()
     target = {word for word in data.target_words[3:] if not word.startswith("-")} - {"ne", "ki"}
     source = set(data.source_words[3:]) - {"-s", "the", "that", "not"}
     assert len(target) == len(source) + 4
@@ -165,30 +151,35 @@ def test_a_source_has_one_translation(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_corpus() -> None:
-    data = corpus()
+    data = translation.corpus()
     assert len({tuple(row) for row in data.sources.tolist()}) == len(data.sources) == 16_000
     for rows in (data.sources, data.targets):
-        ended = (rows == END).int().cumsum(1) > 0
+        ended = (rows == translation.END).int().cumsum(1) > 0
         assert (ended[:, -1]).all()
-        assert torch.equal(rows == PAD, ended & (rows != END))
-    assert (data.targets[:, 0] == BEGIN).all()
-    row = torch.tensor([BEGIN, 5, 7, END, 9])
-    assert words_of(row, data.target_words) == f"{data.target_words[5]} {data.target_words[7]}"
+        assert torch.equal(rows == translation.PAD, ended & (rows != translation.END))
+    assert (data.targets[:, 0] == translation.BEGIN).all()
+    row = torch.tensor([translation.BEGIN, 5, 7, translation.END, 9])
+    assert (
+        translation.words_of(row, data.target_words)
+        == f"{data.target_words[5]} {data.target_words[7]}"
+    )
 
 
-def translators(data: Corpus) -> list[LSTMTranslator | Transformer]:
+def translators(
+    data: translation.Corpus,
+) -> list[translation.LSTMTranslator | translation.Transformer]:
     torch.manual_seed(0)
     sizes = len(data.source_words), len(data.target_words)
-    return [LSTMTranslator(*sizes).eval(), Transformer(*sizes).eval()]
+    return [translation.LSTMTranslator(*sizes).eval(), translation.Transformer(*sizes).eval()]
 
 
 @pytest.mark.slow("a benchmark's own test, which runs it small")
 @torch.no_grad()
 def test_no_word_sees_those_after_it() -> None:
-    sources, targets = corpus()[:3]
+    sources, targets = translation.corpus()[:3]
     changed = targets.clone()
-    changed[:, 5:] = BEGIN
-    for net in translators(corpus()):
+    changed[:, 5:] = translation.BEGIN
+    for net in translators(translation.corpus()):
         one, other = net(sources, targets), net(sources, changed)
         torch.testing.assert_close(one[:, :5], other[:, :5])
         assert not torch.allclose(one[:, 5], other[:, 5])
@@ -196,17 +187,17 @@ def test_no_word_sees_those_after_it() -> None:
 
 @torch.no_grad()
 def test_the_transformer_reads_no_padding() -> None:
-    sources, targets = corpus()[:3]
-    net = translators(corpus())[1]
-    longer = torch.cat([sources, torch.full((3, 4), PAD)], 1)
+    sources, targets = translation.corpus()[:3]
+    net = translators(translation.corpus())[1]
+    longer = torch.cat([sources, torch.full((3, 4), translation.PAD)], 1)
     torch.testing.assert_close(net(sources, targets), net(longer, targets))
 
 
 @torch.no_grad()
 def test_attention_of_the_lstm_reads_no_padding() -> None:
     """Whatever the encoder leaves there."""
-    sources, targets = corpus()[:3]
-    net = cast(LSTMTranslator, translators(corpus())[0])
+    sources, targets = translation.corpus()[:3]
+    net = cast(translation.LSTMTranslator, translators(translation.corpus())[0])
     read, padding = net.encode(sources)
     assert padding.any()
     other = read.masked_fill(padding.transpose(1, 2), 9.0)
@@ -216,15 +207,15 @@ def test_attention_of_the_lstm_reads_no_padding() -> None:
 
 @torch.no_grad()
 def test_greedy_is_what_forward_would_choose() -> None:
-    sources = corpus().sources[:3]
-    for net in translators(corpus()):
-        found = greedy(net, sources, 6)
-        before = torch.cat([torch.full((3, 1), BEGIN), found[:, :-1]], 1)
+    sources = translation.corpus().sources[:3]
+    for net in translators(translation.corpus()):
+        found = translation.greedy(net, sources, 6)
+        before = torch.cat([torch.full((3, 1), translation.BEGIN), found[:, :-1]], 1)
         assert torch.equal(net(sources, before).argmax(2), found)
 
 
 def test_sinusoids() -> None:
-    found = sinusoids(5, 6)
+    found = translation.sinusoids(5, 6)
     for position, column in itertools.product(range(5), range(6)):
         angle = position / 10_000 ** (column // 2 * 2 / 6)
         expected = math.cos(angle) if column % 2 else math.sin(angle)
@@ -232,13 +223,13 @@ def test_sinusoids() -> None:
 
 
 def test_noam_rises_in_a_line_and_falls_as_the_inverse_root() -> None:
-    assert [noam(4, step) for step in range(4)] == [0.25, 0.5, 0.75, 1.0]
-    assert noam(4, 15) == 0.5
+    assert [translation.noam(4, step) for step in range(4)] == [0.25, 0.5, 0.75, 1.0]
+    assert translation.noam(4, 15) == 0.5
 
 
 def test_bleu() -> None:
     """Five words of which the last differs: 4/5, 3/4, 2/3, 1/2 of the n-grams are right."""
-    assert bleu(["a b c d x"], ["a b c d e"]) == pytest.approx(100 * (1 / 5) ** 0.25)
-    assert bleu(["a b c d"], ["a b c d"]) == pytest.approx(100)
+    assert translation.bleu(["a b c d x"], ["a b c d e"]) == pytest.approx(100 * (1 / 5) ** 0.25)
+    assert translation.bleu(["a b c d"], ["a b c d"]) == pytest.approx(100)
     # Shorter than it should be: every n-gram is right, and the penalty is exp(1 - 8 / 4).
-    assert bleu(["a b c d"], ["a b c d e f g h"]) == pytest.approx(100 * math.exp(-1))
+    assert translation.bleu(["a b c d"], ["a b c d e f g h"]) == pytest.approx(100 * math.exp(-1))

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from benchmarks.__main__ import main
-from benchmarks.peers import geometric_mean, make_report
-from benchmarks.peers.measure import AUTOCAST, COMPILED, OURS, measure_all
+from benchmarks.harness.ways import AUTOCAST, COMPILED, OURS
+from benchmarks.peers import geometric_mean, make_report, measure_all
 from benchmarks.real_models import BY_DEVICE, TASKS, TINY, quick
 from benchmarks.zoo.timm_models import timm
 

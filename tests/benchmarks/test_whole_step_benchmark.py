@@ -9,9 +9,7 @@ from torch import Tensor
 from benchmarks import whole_step
 from benchmarks.harness.peak import peak_bytes
 from benchmarks.harness.report import Settings
-from benchmarks.whole_step import make_report, measure, over_peer
-from benchmarks.whole_step.bare import Graphs
-from benchmarks.whole_step.measure import (
+from benchmarks.whole_step import (
     ARMS,
     EAGER,
     OURS,
@@ -21,8 +19,11 @@ from benchmarks.whole_step.measure import (
     WHOLE,
     Row,
     Trainee,
+    make_report,
     measure_all,
+    over_peer,
 )
+from benchmarks.whole_step.bare import Graphs
 from benchmarks.whole_step.tasks import CPU as AT_FULL_SIZE
 from benchmarks.whole_step.tasks import TINY, dcgan
 
@@ -169,20 +170,20 @@ def test_a_peer_that_torch_refuses_to_run_is_left_out(monkeypatch: pytest.Monkey
 
 
 def test_a_start_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measure, "work_for", lambda device: TINY)
-    assert measure.first_steps("MLP 8, FP16", WHOLE[0], "cpu") > 0
+    monkeypatch.setattr(whole_step, "work_for", lambda device: TINY)
+    assert whole_step.first_steps("MLP 8, FP16", WHOLE[0], "cpu") > 0
 
 
 def test_each_arm_of_a_start_is_timed_in_processes_of_its_own(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def run(number: int, function: str, *arguments: str) -> list[float]:
-        assert (number, function) == (2, "benchmarks.whole_step.measure:first_steps")
+        assert (number, function) == (2, "benchmarks.whole_step:first_steps")
         assert arguments == ("a row", arguments[1], "cpu")
         return [float(OURS.index(arguments[1])), 9.0]
 
-    monkeypatch.setattr(measure, "starts", run)
-    found = measure.measure_starts("a row", OURS[:2], CPU)
+    monkeypatch.setattr(whole_step, "starts", run)
+    found = whole_step.measure_starts("a row", OURS[:2], CPU)
     assert list(found.values()) == [{"cold": cold, "warm": 9.0} for cold in (0.0, 1.0)]
 
 

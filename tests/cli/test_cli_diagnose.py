@@ -1,6 +1,7 @@
 """`mpcompile diagnose`: what it prints and writes, and its exit status."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ def test_the_report(capsys: Captured) -> None:
 def test_files_and_json(tmp_path: Path, capsys: Captured) -> None:
     assert cli.main([*HUGE, "--json", "--html", "r.html"]) == 0
     data = json.loads(capsys.readouterr().out)
-    assert data["pins"] == ["linear_1"]
+    assert (data["pins"], data["losses"]["low"]) == (["linear_1"], None)
     assert "<title>Net: what its numbers do</title>" in (tmp_path / "r.html").read_text()
 
 
@@ -79,16 +80,11 @@ def test_only_given_options_are_handed_over(diagnosed: dict[str, Any]) -> None:
     assert diagnosed["options"] == {"loss_scale": "none"}
 
 
-def test_the_device(
-    diagnosed: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: Captured
-) -> None:
+def test_the_device(diagnosed: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cli.model, "known_device", torch.device)
     assert cli.main(["diagnose", "some_nets:cubed", "--device", "meta"]) == 0
     assert {p.device.type for p in diagnosed["model"].parameters()} == {"meta"}
     assert {x.device.type for x in diagnosed["args"]} == {"meta"}
-    monkeypatch.undo()
-    assert cli.main(["diagnose", "some_nets:good", "--device", "gpu"]) == 2
-    assert "unknown device 'gpu': use auto, cpu, cuda or" in squeezed(capsys.readouterr().err)
 
 
 @pytest.mark.usefixtures("nets")
@@ -130,45 +126,10 @@ def test_an_infinite_loss_fails(capsys: Captured) -> None:
     assert "mpcompile: --fail-on-fault: " in capsys.readouterr().err
 
 
-# -- mistakes --------------------------------------------------------------------------------------
-
-
-@pytest.mark.usefixtures("nets")
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["some_nets:unnamed"], "some_nets:unnamed() returned a int as loss_fn; factory() must"),
-        (["some_nets:lossless"], "loss_fn returned a tensor of shape (8, 8): it must make one"),
-        (["some_nets:good", "--steps", "0"], "steps=0: give a whole number from 1"),
-        (["some_nets:good", "--loss-scale", "dynamo"], "loss_scale='dynamo': use 'dynamic', "),
-        (["some_nets:good", "--loss-scale", "-1"], "-1.0"),
-    ],
-)
-def test_a_request_that_cannot_be_met(arguments: list[str], message: str, capsys: Captured) -> None:
-    assert cli.main(["diagnose", *arguments]) == 2
-    captured = capsys.readouterr()
-    assert message in squeezed(captured.err)
-    assert captured.out == ""
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ([], "the following arguments are required: pkg.module:factory"),
-        (["a:b", "--steps", "few"], "argument --steps: invalid int value: 'few'"),
-        (["a:b", "--level", "O0"], "invalid choice: 'O0'"),
-    ],
-)
-def test_bad_arguments(arguments: list[str], message: str, capsys: Captured) -> None:
-    with pytest.raises(SystemExit) as stop:
-        cli.main(["diagnose", *arguments])
-    assert stop.value.code == 2
-    assert message in squeezed(capsys.readouterr().err)
-
-
 def test_a_terminal_gets_colours() -> None:
-    terminal, pipe = Console(force_terminal=True, width=200), Console(force_terminal=False)
-    for console, coloured in ((terminal, True), (pipe, False)):
+    terminal = Console(force_terminal=True, width=200, color_system="standard")
+    for console, coloured in ((terminal, True), (Console(force_terminal=False), False)):
         with console.capture() as shown:
             show_tables(console, faulty())
-        assert ("\x1b[1;31moverflow" in shown.get()) == coloured
+        assert ("\x1b[1;31moverflow: blocks.2.down" in shown.get()) == coloured
+        assert re.sub(r"\x1b\[[\d;]*m", "", shown.get()).split() == str(faulty()).split()

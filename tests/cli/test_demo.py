@@ -5,7 +5,6 @@ import itertools
 import math
 import re
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,8 +15,8 @@ from torch import Tensor, nn
 from mpcompile import MPCompileWarning, cli
 from mpcompile.demo import GPT, GPTConfig, corpus, held_out_batches, text_batches
 from mpcompile.demo import run as demo_run
-from mpcompile.demo.run import DemoResult, DemoSettings, Outcome, run
-from mpcompile.demo.train import Trainee, bytes_saved_for_backward, held_out_loss
+from mpcompile.demo.run import DemoResult, DemoSettings, run
+from mpcompile.demo.train import Trainee, bytes_saved_for_backward
 from mpcompile.devices.cpu import CPU
 from mpcompile.profile import store
 
@@ -189,10 +188,12 @@ def test_held_out_loss_is_the_mean_and_compiles_nothing() -> None:
     expected = sum(model(idx, targets).item() for idx, targets in batches) / 3
 
     def backend(gm: torch.fx.GraphModule, inputs: list[Tensor]) -> None:
-        raise AssertionError("held_out_loss called the compiler")
+        raise AssertionError("judge called the compiler")
 
     model.compile(backend=backend)
-    assert held_out_loss(model, batches) == pytest.approx(expected)
+    trainee = Trainee("x", model, steps=1, lr=1e-3)
+    trainee.judge(batches)
+    assert trainee.held_out_loss == pytest.approx(expected)
 
 
 # -- the whole -------------------------------------------------------------------------------------
@@ -216,9 +217,8 @@ def test_a_short_run(dtype: str, level: str, tmp_path: Path) -> None:
     result = run(settings, Console(file=out, width=140))
     assert result.mixed.held_out_loss == pytest.approx(result.full.held_out_loss, abs=0.02)
     assert result.fault is None
-    assert (result.mixed.loss_scale is None) is (dtype == "bfloat16")
-    assert result.full.loss_scale is None
-    assert result.memory_kind == "saved for backward"
+    assert (result.loss_scale is None) is (dtype == "bfloat16")
+    assert result.full.memory_kind == "saved for backward"
     assert result.mixed.memory < result.full.memory
     assert len(result.dumps) == 1
     assert (result.dumps[0] / "plan.json").is_file()
@@ -251,9 +251,10 @@ def test_losses_apart_make_the_exit_status_1(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    full = Outcome("FP32", 2.0, 2.0, median=1.0, first_step=1.0, memory=1)
-    mixed = replace(full, name="BF16 O1", held_out_loss=held_out, train_loss=train)
-    result = DemoResult(full, mixed, memory_kind="", can_gain="", dumps=[])
+    full, mixed = (Trainee(n, GPT(TINY), steps=2, lr=1.0) for n in ("FP32", "BF16 O1"))
+    full.held_out_loss, full.losses = 2.0, [2.0]
+    mixed.held_out_loss, mixed.losses = held_out, [train]
+    result = DemoResult(full, mixed, None, 0, low="", can_gain="", dumps=[])
     monkeypatch.setattr("mpcompile.cli.machine.run_demo", lambda settings, console: result)
     # 0.03 of 2 is 1.5%, 0.05 is 2.5%.
     assert cli.main(["demo", "--device", "cpu"]) == (0 if said is None else 1)

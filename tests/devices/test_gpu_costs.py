@@ -129,10 +129,7 @@ def test_a_step_that_overflows_is_skipped_without_a_wait(level: str) -> None:
 # -- memory ----------------------------------------------------------------------------------------
 
 BATCH, CONTEXT, WIDTH = sized(8, 2), sized(512, 128), sized(512, 64)
-_GPT2 = functools.partial(
-    GPT2, vocab=1024, context=CONTEXT, width=WIDTH, layers=4, heads=8,
-    dropout=0.0, attention_dropout=0.0,
-)  # fmt: skip
+_GPT2 = functools.partial(GPT2, vocab=1024, context=CONTEXT, width=WIDTH, layers=4, heads=8)
 
 
 def peak(compile_: Callable[[nn.Module], Any], *, stepped: bool = False) -> int:

@@ -24,9 +24,7 @@ pytestmark = pytest.mark.gpu
 
 DEVICE = torch.device("cuda")
 
-_GPT2 = functools.partial(
-    GPT2, vocab=211, context=64, width=128, layers=2, heads=2, dropout=0.0, attention_dropout=0.0
-)
+_GPT2 = functools.partial(GPT2, vocab=211, context=64, width=128, layers=2, heads=2)
 MODELS: dict[str, tuple[Callable[[], nn.Module], Sample]] = {
     "mlp": (functools.partial(MLP, inputs=127, width=256), Sample((128, 127), (128,), 10)),
     "gpt": (_GPT2, Sample((4, 64), (4, 64), 211, vocab=211)),

@@ -61,21 +61,28 @@ def cpu(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 @pytest.mark.parametrize(
     ("flags", "units", "profile"),
     [
-        (X86, False, "cpu-avx2"),
-        (AVX512, False, "cpu-avx512"),
-        (AVX512_BF16, True, "cpu-avx512-bf16"),
-        (AMX, True, "cpu-amx-bf16"),
-        (ARM, False, None),
-        (ARM_BF16, True, None),
-        (UNKNOWN, False, None),
+        (X86, "", "cpu-avx2"),
+        ({**X86, "bf16": True}, "", "cpu-avx2"),  # a flag of ARM's
+        (AVX512, "", "cpu-avx512"),
+        (AVX512_BF16, "AVX512-BF16", "cpu-avx512-bf16"),
+        (AMX, "AMX-BF16, AVX512-BF16", "cpu-amx-bf16"),
+        (ARM, "", None),
+        (ARM_BF16, "NEON-BF16", None),
+        ({**ARM_BF16, "sve_bf16": True}, "SVE-BF16, NEON-BF16", None),
+        (UNKNOWN, "", None),
     ],
 )
 def test_units_and_profile_of_a_cpu(
-    flags: dict[str, Any], units: bool, profile: str | None, cpu: Callable[..., None]
+    flags: dict[str, Any], units: str, profile: str | None, cpu: Callable[..., None]
 ) -> None:
+    """And "auto" is BF16 in any case."""
     cpu(flags)
-    assert capabilities(CPU).has_units(torch.bfloat16) is units
-    assert capabilities(CPU).builtin_profile() == profile
+    one = capabilities(CPU)
+    assert one.units() == (units or "none (no BF16 or FP16 matrix instructions)")
+    assert one.has_units(torch.bfloat16) is bool(units)
+    assert one.auto is torch.bfloat16
+    assert ("stay FP32" in one.why_auto()) is not bool(units)
+    assert one.builtin_profile() == profile
     if profile is not None:
         assert store.builtin(profile).device_type == "cpu"
 
@@ -106,25 +113,6 @@ def test_a_limited_cpu_has_a_profile_of_its_own(cpu: Callable[..., None]) -> Non
         cpu(AVX512_BF16, "AVX2" if limit == "AVX2" else "AVX512", ONEDNN_MAX_CPU_ISA=limit)
         names.add(empty_profile(CPU).device)
     assert names == {"a CPU (AVX2)", "a CPU (AVX512)", "a CPU (AVX512-BF16)"}
-
-
-@pytest.mark.parametrize(
-    ("capability", "name", "fp16", "bf16"),
-    [
-        ((6, 0), "P100", False, False),
-        ((7, 0), "V100", True, False),
-        ((7, 5), "T4", True, False),
-        ((7, 5), "NVIDIA GeForce GTX 1650", False, False),
-        ((9, 0), "H100", True, True),
-    ],
-)
-def test_units_of_a_gpu(
-    capability: tuple[int, int], name: str, fp16: bool, bf16: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: name)
-    assert capabilities(GPU).has_units(torch.float16) is fp16
-    assert capabilities(GPU).has_units(torch.bfloat16) is bf16
 
 
 @pytest.mark.parametrize(("target", "units"), [("gfx90a:sramecc+", True), ("gfx1030", False)])

@@ -149,28 +149,6 @@ def test_the_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert load(CPU) == expected
 
 
-def test_the_variable_is_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(store.VARIABLE, str(tmp_path / "missing.json"))
-    with pytest.raises(MPCompileError, match=r"MPCOMPILE_PROFILE: can't read.*'none', or unset"):
-        load(CPU)
-    (tmp_path / "missing.json").write_text("{}")
-    with pytest.raises(MPCompileError, match=r"MPCOMPILE_PROFILE: .* holds no device profile"):
-        load(CPU)
-
-
-@pytest.mark.parametrize(("capability", "stem"), [((9, 0), "cuda-hopper"), ((8, 0), None)])
-def test_the_class_of_a_gpu(
-    capability: tuple[int, int], stem: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
-    assert capabilities("cuda").builtin_profile() == stem
-
-
-def test_a_device_without_profiles() -> None:
-    with pytest.raises(MPCompileError, match="device type 'meta' is not supported"):
-        load(torch.device("meta"))
-
-
 @pytest.mark.gpu
 @pytest.mark.real_gpu("it has no driver whose version a profile could name")
 def test_the_gpu_at_hand_can_be_measured() -> None:

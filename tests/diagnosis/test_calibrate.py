@@ -36,16 +36,20 @@ def ones(times: float = 1.0) -> torch.Tensor:
 FP16: dict[str, Any] = {"dtype": torch.float16, "emit": "eager"}
 
 
-@pytest.mark.parametrize(("gain", "pinned"), [(END / 4.1, False), (END / 3.9, True), (1e6, True)])
-def test_a_result_near_the_end_is_pinned_with_all_who_read_it(gain: float, pinned: bool) -> None:
-    policy = calibrate(Net(gain), [ones()], **FP16)
+@pytest.mark.parametrize(
+    ("gain", "margin", "pinned"),
+    [
+        (END / 4.1, {}, False),
+        (END / 3.9, {}, True),
+        (1e6, {}, True),
+        (END / 8, {"margin": 10}, True),
+    ],
+)
+def test_a_result_near_the_end_is_pinned_with_all_who_read_it(
+    gain: float, margin: dict[str, Any], pinned: bool
+) -> None:
+    policy = calibrate(Net(gain), [ones()], **margin, **FP16)
     assert set(policy.nodes) == ({"linear_1", "linear_2"} if pinned else set())
-
-
-def test_the_margin_is_the_users() -> None:
-    assert calibrate(Net(END / 8), [ones()], **FP16).nodes == {}
-    pinned = calibrate(Net(END / 8), [ones()], margin=10, **FP16).nodes
-    assert set(pinned) == {"linear_1", "linear_2"}
 
 
 def test_the_pins_make_a_model_train_that_did_not() -> None:

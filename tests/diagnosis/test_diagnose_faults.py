@@ -62,31 +62,19 @@ def rows() -> Iterator[Any]:
                 sampled = (place, level) == (number % len(SITUATIONS), LEVELS[number % 5 % 2])
                 marks = () if sampled else REST
                 yield pytest.param(name, situation, level, marks=marks)
+            marks = () if (name, level) == ("slope", "O2") else REST
+            yield pytest.param(name, "inductor", level, marks=marks)
 
 
 @pytest.mark.slow("runs a model step by step, many times")
 @pytest.mark.parametrize(("name", "situation", "level"), list(rows()))
+@pytest.mark.usefixtures("own_inductor_cache")
 def test_it_is_named(name: str, situation: str, level: str) -> None:
     planted = PLANTED[name]
     model, _kept = situated(planted, situation, level)
-    options = {} if situation in ("eager", "dynamic") else {"dtype": "float16", "level": level}
+    compiled = situation in ("eager", "inductor", "dynamic")  # its options hold
+    options = {} if compiled else {"dtype": "float16", "level": level}
     assert_named(diagnose(model, X, loss_fn=loss_of, **options), planted)
-
-
-INDUCTOR = [
-    pytest.param(name, level, marks=() if (name, level) == ("slope", "O2") else REST)
-    for name in PLANTED
-    for level in LEVELS
-]
-
-
-@pytest.mark.slow("runs a model step by step, many times")
-@pytest.mark.parametrize(("name", "level"), INDUCTOR)
-@pytest.mark.usefixtures("own_inductor_cache")
-def test_it_is_named_in_a_model_that_inductor_compiled(name: str, level: str) -> None:
-    planted = PLANTED[name]
-    model, _ = situated(planted, "inductor", level)
-    assert_named(diagnose(model, X, loss_fn=loss_of), planted)
 
 
 def trained(model: nn.Module) -> tuple[float, dict[str, torch.Tensor]]:

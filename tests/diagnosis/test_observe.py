@@ -8,7 +8,7 @@ from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
-from mpcompile.diagnosis.sides import Run, RunKind, Sides, run_low
+from mpcompile.diagnosis.sides import Run, Sides, run_low
 from mpcompile.observe.record import EXPONENTS, Numbers, Record, Shares, histogram
 from mpcompile.observe.watch import Observer, gradient_units
 from mpcompile.scaling.skipped_steps import Repairs
@@ -70,8 +70,12 @@ def test_shares_at_the_thresholds_of_fp16(value: float, kind: str) -> None:
     assert Shares.of([exact / 1024], torch.float16, scale=1024) == wanted
 
 
-def test_shares_of_nothing() -> None:
-    assert Shares.of([numbers(0.0, inf)], torch.float16) == Shares()
+def test_shares_of_several_and_of_nothing() -> None:
+    """And they know how many values they are of."""
+    found = Shares.of([numbers(0, 1, 2**-30), numbers(2**-20, 1e5, inf)], torch.float16)
+    assert (found, found.count) == (Shares(0.25, 0.25, 0.25), 4)
+    nothing = Shares.of([numbers(0.0, inf)], torch.float16)
+    assert (nothing, nothing.count) == (Shares(), 0)
 
 
 def test_a_histogram_has_the_binary_exponent() -> None:
@@ -117,7 +121,7 @@ def records(run: Run) -> Record:
 def test_the_exact_side_is_the_program_in_fp64() -> None:
     sides = sides_of(Net())
     sides.loss = torch.sum  # whose gradient is exact in FP32, too
-    exact = sides.run(RunKind.EXACT)
+    exact = sides.run("fp64")
     wide = Net().double()
     h = wide.first(sides.call[0][0].double())
     h.retain_grad()
@@ -140,11 +144,11 @@ def test_the_exact_side_is_the_program_in_fp64() -> None:
 def test_errors_are_relative_to_the_norm() -> None:
     """Of FP32: 2**-24 for each element, a little more after a matrix product."""
     sides = sides_of(Net())
-    exact = sides.run(RunKind.EXACT)
-    full = records(sides.run(RunKind.FULL, exact))
+    exact = sides.run("fp64")
+    full = records(sides.run("fp32", exact))
     assert {"linear", "exp", "linear_1", "cumsum", "add"} <= full.errors.keys()
     assert all(error < 1e-6 for error in full.errors.values())
-    low, _ = run_low(sides, sides.run(RunKind.FULL, exact), exact, None)
+    low, _ = run_low(sides, sides.run("fp32", exact), exact, None)
     assert 2**-14 < records(low).errors["linear"] < 2**-9, "an FP16 rounding is up to 2**-11"
 
 
@@ -153,8 +157,8 @@ def test_a_part_of_a_gradient_is_not_compared_with_the_whole() -> None:
     far from the sum of both.
     """
     sides = sides_of(Net())
-    exact = sides.run(RunKind.EXACT)
-    low, _ = run_low(sides, sides.run(RunKind.FULL, exact), exact, None)
+    exact = sides.run("fp64")
+    low, _ = run_low(sides, sides.run("fp32", exact), exact, None)
     record = records(low)
     assert "exp_f16" in record.gradients
     assert "exp_f16" not in record.gradient_errors
@@ -169,7 +173,7 @@ def test_units_say_which_gradients_are_scaled(level: str) -> None:
     found = []
     for scale in (1.0, 1024.0):
         sides.scale = scale
-        found.append(sides.run(RunKind.LOW))
+        found.append(sides.run("low"))
     ((graph, _),) = found[0].calls
     units = {n.name: scaled for n, scaled in gradient_units(graph.rewritten.graph).items()}
     small, large = (records(run).gradients for run in found)

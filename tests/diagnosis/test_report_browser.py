@@ -8,6 +8,7 @@ from typing import Any
 import browser
 import pytest
 import torch
+from browser import driver as driver
 from reports import EVIL, faulty, node, numbers
 from torch import nn
 
@@ -15,9 +16,6 @@ from mpcompile import diagnose
 from mpcompile.diagnosis.report import Report
 
 pytest.importorskip("selenium")
-if not (browser.CHROMIUM and browser.CHROMEDRIVER):
-    pytest.skip("no chromium with chromedriver", allow_module_level=True)
-
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 
@@ -54,12 +52,6 @@ REPORTS: dict[str, Callable[[], Report]] = {
     "several": several,
     "evil": lambda: faulty(EVIL),
 }
-
-
-@pytest.fixture(scope="module")
-def driver() -> Iterator[Any]:
-    with browser.browser() as made:
-        yield made
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,5 @@
 """LightningModules under a Lightning Trainer: what is compiled, what is logged, what is refused."""
 
-import copy
-import pickle
 from typing import Any
 
 import pytest
@@ -160,20 +158,6 @@ def test_another_trainer_compiles_a_module_again() -> None:
     fitted(module, **plugin(level="O2"))
     assert {plan.level for plan in compiled_plans(module)} == {"O2"}
     assert isinstance(module.training_step.method.__self__, Logging)
-
-
-def test_copies_and_pickles_are_plain() -> None:
-    module = made()
-    names = set(module.state_dict())
-    fitted(mpcompile(module, **FP16))
-    module.trainer = None
-    assert set(module.state_dict()) == names
-    for twin in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
-        assert twin.training_step.__self__ is twin
-        assert twin.training_step.__func__ is Net.training_step
-        assert twin._compiled_call_impl is None
-        fitted(mpcompile(twin, **FP16))
-        assert [plan.scaled for plan in compiled_plans(twin)] == [False, True]
 
 
 # -- refused ---------------------------------------------------------------------------------------

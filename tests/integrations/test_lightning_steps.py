@@ -17,7 +17,7 @@ import torch.nn.functional as F
 pytest.importorskip("lightning.pytorch")
 
 import torchmetrics
-from lightning_nets import FP16, FROM_LIGHTNING, Net, batches, made, trainer
+from lightning_nets import FP16, FROM_LIGHTNING, Net, batches, fitted, made, trainer
 
 from mpcompile import MPCompileWarning, compiled_plans, mpcompile
 from mpcompile.integrations.lightning import MPCompilePrecision
@@ -113,12 +113,20 @@ def test_a_copied_metric_counts_for_itself(how: str, whole: bool) -> None:
 
 @in_each_way
 def test_a_copied_module_runs_its_own_steps(how: str) -> None:
-    module = mpcompile(made(), **FP16)
+    """A copy of one that was trained is plain, and may be compiled and trained again."""
+    module = made()
+    names = set(module.state_dict())
+    fitted(mpcompile(module, **FP16))
+    module.trainer = None
+    assert set(module.state_dict()) == names
     twin = COPIED[how](module)
     assert twin.training_step.__self__ is twin
+    assert twin.training_step.__func__ is Net.training_step
     assert twin._compiled_call_impl is None
     assert "__getstate__" not in vars(twin)
     assert module._compiled_call_impl is not None
+    fitted(mpcompile(twin, **FP16))
+    assert [plan.scaled for plan in compiled_plans(twin)] == [False, True]
 
 
 def test_a_step_that_the_module_itself_had_is_copied() -> None:

@@ -50,15 +50,6 @@ def test_ambient_autocast_changes_nothing(how: str) -> None:
 
 
 @pytest.mark.slow("compiles by Inductor")
-@pytest.mark.parametrize("how", HOWS)
-def test_inference(how: str) -> None:
-    net = Net().eval()
-    x = torch.randn(5, 6)
-    with torch.no_grad():
-        torch.testing.assert_close(compiled(net, how)(x), net(x))
-
-
-@pytest.mark.slow("compiles by Inductor")
 def test_options_reach_inductor_and_go_over_the_mode() -> None:
     seen: list[tuple[bool, bool]] = []
 
@@ -73,14 +64,6 @@ def test_options_reach_inductor_and_go_over_the_mode() -> None:
     )
     fast(leaf(4)).sum().backward()
     assert seen == [(False, False)] * 2  # forward and backward
-
-
-@pytest.mark.parametrize(
-    "wrong", [{"mode": "fastest"}, {"options": {"no_such_option": 1}}], ids=["mode", "option"]
-)
-def test_unknown_mode_or_option(wrong: dict[str, Any]) -> None:
-    with pytest.raises(RuntimeError, match=r"fastest|no_such_option"):
-        compiled(lambda x: x.sin(), "inductor", **wrong)(torch.randn(3))
 
 
 # -- caches ---------------------------------------------------------------------------------------

@@ -185,12 +185,3 @@ def test_dropout_inside_an_rnn_is_the_kernel_s() -> None:
     expected = rnn(x)[0]
     torch.manual_seed(1)
     torch.testing.assert_close(fast(x), expected)
-
-
-@pytest.mark.slow("compiles by Inductor")
-def test_a_long_lstm_is_not_unrolled() -> None:
-    """It stays one call, between two pieces: unrolled, it would be part of one of them."""
-    net = Recurrent(nn.LSTM, {"num_layers": 2})
-    fast = compiled(net, "aot_eager")
-    assert_same(net, fast, leaf(200, 2, 4), parameters=parameters_of(net), tolerance=1e-4)
-    assert pieces_compiled() == 2

@@ -20,7 +20,7 @@ from mpcompile import MPOptimizer, ir, train_step
 from mpcompile.devices.registry import capabilities
 from mpcompile.ir import aten
 from mpcompile.lower import inference
-from mpcompile.lower.replayed import outliving, replays
+from mpcompile.lower.inference import outliving, replays
 from mpcompile.whole_step import one_graph
 
 GPU, HOST = torch.device("cuda", 0), torch.device("cpu")

@@ -1,4 +1,6 @@
-"""What a step asks of all tensors at once is answered as one by one."""
+"""Whether a step is like the one before: what the facts of `optim/rests_on.py` notice, asked of all
+tensors at once as one by one.
+"""
 
 import operator
 from collections.abc import Callable
@@ -8,9 +10,10 @@ import pytest
 import torch
 from torch import nn
 
+from mpcompile import MPOptimizer
 from mpcompile.optim import rests_on
 from mpcompile.optim.members import Member
-from mpcompile.optim.rests_on import Alike, Fact, Fingerprint, State, same
+from mpcompile.optim.rests_on import Alike, Fact, Fingerprint, Gradients, State, same
 
 FACTS = {
     "dtype and layout": rests_on.DTYPE_AND_LAYOUT,
@@ -130,6 +133,89 @@ def test_a_state_holds_where_what_was_known_is_there(name: str) -> None:
     assert not known._is_untouched(owner.state)
     assert known.holds(owner)
     assert known._is_untouched(owner.state)  # asked faster from then on
+
+
+# -- which parameters have a gradient --------------------------------------------------------------
+
+
+def with_gradients() -> torch.optim.Optimizer:
+    shapes = ((3, 2), (3, 2), (4,), (0,), (1,))
+    params = [nn.Parameter(torch.ones(shape)) for shape in shapes]
+    for p in (*params[:2], params[3], params[4]):  # the third has no gradient
+        p.grad = torch.ones_like(p)
+    return torch.optim.SGD([{"params": params[:2]}, {"params": params[2:]}], lr=0.1)
+
+
+def narrow(p: Any) -> None:
+    p.grad = None
+    p.grad_dtype = torch.float16
+    p.grad = torch.ones(3, 2).half()
+
+
+def get_elements(p: Any) -> None:
+    p.grad = None
+    p.data = torch.ones(2)
+    p.grad = torch.ones(2)
+
+
+def replace_by_an_equal_one(params: list[Any]) -> None:
+    one, params[2] = params[2], nn.Parameter(torch.ones(1))
+    params[2].grad = one.grad
+
+
+# What changes in the lists of parameters of the two groups.
+PATTERNS: dict[str, Callable[[list[Any], list[Any]], object]] = {
+    "one lost": lambda a, b: setattr(a[0], "grad", None),
+    "one more": lambda a, b: setattr(b[0], "grad", torch.ones(4)),
+    "transposed": lambda a, b: setattr(a[0], "grad", torch.ones(2, 3).t()),
+    "narrow": lambda a, b: narrow(a[0]),
+    "sparse": lambda a, b: setattr(a[0], "grad", torch.ones(3, 2).to_sparse()),
+    "an equal one": lambda a, b: replace_by_an_equal_one(b),
+    "swapped": lambda a, b: a.reverse(),
+    "in the other group": lambda a, b: b.insert(0, a.pop()),
+    "has elements": lambda a, b: get_elements(b[1]),
+}
+
+
+@pytest.mark.parametrize("name", [*PATTERNS, "one more group"])
+def test_another_pattern_of_gradients_is_noticed(name: str) -> None:
+    own = with_gradients()
+    pattern = Gradients(own)
+    assert pattern.holds(own)
+    if name in PATTERNS:
+        PATTERNS[name](*(group["params"] for group in own.param_groups))
+    else:
+        own.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+    assert not pattern.holds(own)
+
+
+def test_a_pattern_holds_for_new_gradients_stored_alike() -> None:
+    """That of a parameter without elements does not count."""
+    own = with_gradients()
+    empty = own.param_groups[1]["params"][1]
+    empty.grad = torch.ones(0).to_sparse()
+    pattern = Gradients(own)
+    empty.grad = torch.ones(0)
+    assert pattern.holds(own)
+    for p in (p for group in own.param_groups for p in group["params"] if p.grad is not None):
+        p.grad = p.grad.clone() + 1
+    assert pattern.holds(own)
+
+
+@pytest.mark.slow("trains with several optimizers")
+def test_a_parameter_that_has_become_smaller_is_no_longer_taken_for_the_larger_one() -> None:
+    """It lies at the same address, with the same strides. Its moments are too large for it now, so
+    that torch's own step is an error as well.
+    """
+    p = nn.Parameter(torch.ones(6, 2))
+    ours = MPOptimizer(torch.optim.AdamW([p], lr=0.1))
+    p.grad = torch.ones(6, 2)
+    ours.step()
+    p.grad = None
+    p.data = p.data[:4]
+    p.grad = torch.ones(4, 2)
+    with pytest.raises(RuntimeError, match="size of tensor"):
+        ours.step()
 
 
 # -- all facts -------------------------------------------------------------------------------------

@@ -109,6 +109,27 @@ def test_a_step_that_works_on_data_and_in_the_gradient(
     assert twins.optimizer.compilations == 1
 
 
+class ByLists(AsWritten):
+    """Multi-tensor operators of its own, each over all parameters."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            params = [p for p in group["params"] if p.grad is not None]
+            moved = torch._foreach_mul([p.grad for p in params], group["lr"])
+            torch._foreach_sub_(params, moved)
+
+
+def test_a_step_over_lists_of_parameters() -> None:
+    twins = Twins(ByLists)
+    for kept in ((1, 1, 1), (1, 0, 1), (1, 1, 1)):
+        twins.step(
+            [torch.randn_like(p) if k else None for p, k in zip(twins.mine, kept, strict=True)]
+        )
+    twins.agree()
+    assert (twins.optimizer.left, twins.optimizer.compilations) == (None, 2)
+
+
 class Shrinking(Adam):
     """Adam, and something before it."""
 
@@ -184,6 +205,46 @@ def test_a_learning_rate_kept_in_the_state() -> None:
         twins.agree()
 
 
+class Averaged(SGD):
+    """Swaps its parameters for their average in evaluation, as schedule-free optimizers do."""
+
+    def eval(self) -> None:
+        self._swap(training=False)
+
+    def train(self) -> None:
+        self._swap(training=True)
+
+    @torch.no_grad()
+    def _swap(self, *, training: bool) -> None:
+        for group in self.param_groups:
+            if group.get("training", True) is not training:
+                for p in group["params"]:
+                    p.lerp_(self.state[p]["momentum_buffer"], -1.0 if training else 0.5)
+            group["training"] = training
+
+
+def test_train_and_eval_are_handed_on() -> None:
+    twins = Twins(functools.partial(Averaged, lr=0.1, momentum=0.9))
+    twins.step()
+    twins.step()
+    trained = [p.detach().clone() for p in twins.mine]
+    for optimizer in twins.both:
+        optimizer.eval()  # type: ignore[attr-defined]
+    twins.agree()
+    assert not any(torch.equal(p, q) for p, q in zip(twins.mine, trained, strict=True))
+    for optimizer in twins.both:
+        optimizer.train()  # type: ignore[attr-defined]
+    twins.step()
+    twins.agree()
+
+
+def test_only_an_optimizer_that_has_them_has_train_and_eval() -> None:
+    optimizer = MPOptimizer(SGD(nn.Linear(2, 2).parameters(), lr=0.1))
+    assert not hasattr(optimizer, "train")
+    with pytest.raises(AttributeError, match="'SGD' object has no attribute 'eval'"):
+        optimizer.eval()
+
+
 # -- bad arguments ----------------------------------------------------------------------------
 
 
@@ -229,43 +290,3 @@ def test_a_bad_param_group_is_not_added() -> None:
 def test_it_says_what_it_is() -> None:
     assert repr(MPOptimizer(sgd())).startswith("MPOptimizer(SGD (")
     assert isinstance(MPOptimizer(sgd()), Optimizer)
-
-
-class Averaged(SGD):
-    """Swaps its parameters for their average in evaluation, as schedule-free optimizers do."""
-
-    def eval(self) -> None:
-        self._swap(training=False)
-
-    def train(self) -> None:
-        self._swap(training=True)
-
-    @torch.no_grad()
-    def _swap(self, *, training: bool) -> None:
-        for group in self.param_groups:
-            if group.get("training", True) is not training:
-                for p in group["params"]:
-                    p.lerp_(self.state[p]["momentum_buffer"], -1.0 if training else 0.5)
-            group["training"] = training
-
-
-def test_train_and_eval_are_handed_on() -> None:
-    twins = Twins(functools.partial(Averaged, lr=0.1, momentum=0.9))
-    twins.step()
-    twins.step()
-    trained = [p.detach().clone() for p in twins.mine]
-    for optimizer in twins.both:
-        optimizer.eval()  # type: ignore[attr-defined]
-    twins.agree()
-    assert not any(torch.equal(p, q) for p, q in zip(twins.mine, trained, strict=True))
-    for optimizer in twins.both:
-        optimizer.train()  # type: ignore[attr-defined]
-    twins.step()
-    twins.agree()
-
-
-def test_only_an_optimizer_that_has_them_has_train_and_eval() -> None:
-    optimizer = MPOptimizer(SGD(nn.Linear(2, 2).parameters(), lr=0.1))
-    assert not hasattr(optimizer, "train")
-    with pytest.raises(AttributeError, match="'SGD' object has no attribute 'eval'"):
-        optimizer.eval()

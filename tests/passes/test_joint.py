@@ -24,9 +24,9 @@ from mpcompile.lower.joint import (
     NO_PASSES,
     OPTION,
     PARTITIONER,
+    InOrder,
     JointPass,
     JointPasses,
-    Ours,
     joint_passes,
     with_joint_passes,
 )
@@ -36,7 +36,7 @@ from mpcompile.passes.joint.kept_for_backward import (
     store_masks_as_bytes,
 )
 from mpcompile.passes.joint.lay_images import lay_channels_last, lay_low_images
-from mpcompile.passes.joint.lowered_faults import fill_zeros
+from mpcompile.passes.joint.lowered_faults import fill_zeros, read_low_results
 from mpcompile.passes.joint.together import cast_together, unscale_together
 from mpcompile.passes.joint.widen_weight_gradients import widen_weight_gradients
 from mpcompile.rules.policy import Level
@@ -45,13 +45,15 @@ from mpcompile.torch_inside.inductor import PRE_FUSION
 
 pytestmark = pytest.mark.inside
 
-LOWERED_ON_CUDA = (lay_low_images, cast_together, unscale_together)
+LOWERED_ON_CUDA = (lay_low_images, cast_together, unscale_together, read_low_results)
 IMAGES = JointPasses(lowered=(lay_low_images,))
-CHECKS = JointPasses(lowered=(cast_together, unscale_together), keeps_casts=True)
+CHECKS = JointPasses(lowered=LOWERED_ON_CUDA[1:], keeps_casts=True)
 OURS = JointPasses(joint=(widen_weight_gradients,))
 ON_CUDA = dataclasses.replace(OURS, lowered=LOWERED_ON_CUDA, keeps_casts=True)
 WITHOUT_GEMMS = JointPasses(lowered=LOWERED_ON_CUDA, keeps_casts=True)
-ON_CPU = JointPasses(halves=(store_masks_as_bytes,), keeps_casts=True)
+ON_CPU = JointPasses(
+    halves=(store_masks_as_bytes,), lowered=(read_low_results,), keeps_casts=True, recomputes=True
+)
 ZEROS = (fill_zeros,) if ZEROS_ARE_REUSED.is_here() else ()
 counters = torch._dynamo.utils.counters
 
@@ -95,21 +97,37 @@ def test_on_a_cpu_at_every_level() -> None:
 
 def test_whole_steps_have_one_more_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     for level in (Level.O1, Level.O2, Level.O3):
-        assert passes_for("cpu", level, whole=True).lowered == (*ZEROS, lay_channels_last)
+        assert passes_for("cpu", level, whole=True).lowered == (
+            *ZEROS,
+            lay_channels_last,
+            read_low_results,
+        )
         assert passes_for("cuda", level, whole=True).lowered == (
             *ZEROS,
             lay_low_images,
             cast_together,
+            read_low_results,
         )
     monkeypatch.setattr(CPU, "convolves_channels_last", False)
-    assert passes_for("cpu", whole=True).lowered == ZEROS
+    assert passes_for("cpu", whole=True).lowered == (*ZEROS, read_low_results)
 
 
 def test_casts_of_weights_are_kept_where_memory_is_not_asked_for() -> None:
     cuda, cpu = torch.device("cuda"), torch.device("cpu")
-    kept = [joint_passes(Level.O1, at, spares=spares).keeps_casts
-            for at in (cuda, cpu) for spares in (False, True)]  # fmt: skip
-    assert kept == [True, False, True, False]
+    asked: tuple[dict[str, Any], ...] = ({}, {"recompute": True}, {"sharded": True})
+    kept = [joint_passes(Level.O1, at, **more).keeps_casts for at in (cuda, cpu) for more in asked]
+    assert kept == [True, False, False] * 2
+
+
+def test_operands_are_made_again_where_that_takes_no_time() -> None:
+    """On a CPU; elsewhere where memory is asked for, and never because weights are sharded."""
+    asked: tuple[dict[str, Any], ...] = ({}, {"recompute": True}, {"sharded": True})
+    again = [
+        joint_passes(Level.O1, torch.device(at), **more).recomputes
+        for at in ("cuda", "cpu")
+        for more in asked
+    ]
+    assert again == [False, True, False, True, True, True]
 
 
 def test_caches_know_whether_casts_are_kept() -> None:
@@ -137,7 +155,7 @@ def test_no_layouts_where_inductor_may_choose_none() -> None:
     with inductor.patch(layout_optimization=False):
         assert with_joint_passes(None, IMAGES) is None
     given = with_joint_passes(None, IMAGES)
-    assert [one.pass_ for one in given[LOWERED].passes] == [lay_low_images]
+    assert ([*given[LOWERED].theirs], given[LOWERED].ours) == ([], [lay_low_images])
 
 
 def test_without_passes_options_are_the_users() -> None:
@@ -160,7 +178,8 @@ def test_code_that_cannot_call_it_is_left_alone(options: dict[str, Any]) -> None
 
 
 def test_no_operator_of_ours_in_a_wrapper_in_cpp() -> None:
-    assert with_joint_passes({"cpp_wrapper": True}, CHECKS) == {"cpp_wrapper": True}
+    given = with_joint_passes({"cpp_wrapper": True}, CHECKS) or {}
+    assert [one.pass_ for one in given[LOWERED].passes] == [read_low_results]
     assert LOWERED in (with_joint_passes(None, CHECKS) or {})
 
 
@@ -267,7 +286,7 @@ def test_uuid_is_the_source(tmp_path: Path) -> None:
 
     source = "def pass_(graph):\n    return False\n"
     first, same, changed = (
-        Ours(pass_of(name, text)).uuid()
+        InOrder((), [pass_of(name, text)]).uuid()
         for name, text in (("a", source), ("b", source), ("c", source + "# better\n"))
     )
     assert first == same != changed

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 import mpcompile
 from mpcompile import MPCompileError
+from mpcompile.devices.cpu import CPU
 from mpcompile.ir import aten
 from mpcompile.passes.graph.replace_operators import narrow_softmax
 from mpcompile.passes.joint.kept_for_backward import keep_written_inputs
@@ -226,10 +227,16 @@ def train_once(net: nn.Module, x: torch.Tensor, **options: Any) -> int:
 
 
 @pytest.mark.slow("compiles by Inductor, or a deep model")
-def test_activations_and_norms_are_computed_again() -> None:
+@pytest.mark.parametrize("asked", [False, True])
+def test_activations_and_norms_are_computed_again(
+    asked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where memory is asked for, and on a CPU always."""
     stores, recomputes = model(), model()
     x = torch.randn(BATCH, WIDTH)
-    stored, kept = train_once(stores, x), train_once(recomputes, x, recompute=True)
+    kept = train_once(recomputes, x, recompute=asked)
+    monkeypatch.setattr(CPU, "recomputes", False)
+    stored = train_once(stores, x)
     # What GELU and dropout make is BATCH x 2 WIDTH in BF16, what the norm makes half of that.
     assert stored - kept >= 2 * (2 * WIDTH) * BATCH
     for ours, theirs in zip(recomputes.parameters(), stores.parameters(), strict=True):

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from explained import MODELS, Broken, checkpointed, squared, tagger
 from module_of import module_of
 from torch import Tensor, nn
@@ -291,11 +290,6 @@ def test_its_scale_is_only_read() -> None:
     explain(model, X)
     scale = loss_scale_of(model)
     assert (scale.skipped_steps, scale.used, compiled_plans(model)) == (0, None, [])
-
-
-def test_a_compiled_function_is_refused() -> None:
-    with pytest.raises(MPCompileError, match=r"give an nn.Module.*compiled_plans\(function\)"):
-        explain(mpcompile(F.gelu), X)  # type: ignore[arg-type]
 
 
 def test_the_plan_names_the_place() -> None:

@@ -126,21 +126,27 @@ def test_the_hint_about_a_slow_device_stays_for_the_compile(
 
 @pytest.mark.slow("plans of several models")
 def test_nothing_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither what planned, nor the graphs that it planned."""
+    """Neither the model's copy, nor what planned, nor the graphs that it planned."""
     kept: list[weakref.ref[Any]] = []
-    plan = Planner.planned
+    plan, of_module = Planner.planned, StandIns.of_module
 
     def spy(self: Planner, gm: Any, example_inputs: Any) -> Any:
         kept.extend(map(weakref.ref, (self, gm)))
         return plan(self, gm, example_inputs)
 
+    def copied(self: StandIns, module: nn.Module) -> nn.Module:
+        twin = of_module(self, module)
+        kept.append(weakref.ref(twin))
+        return twin
+
     monkeypatch.setattr(Planner, "planned", spy)
+    monkeypatch.setattr(StandIns, "of_module", copied)
     model, x = pictures(), MODELS[pictures]()
     for _ in range(2):
         explain(model, x, dtype=torch.float16)
     gc.collect()
-    assert len(kept) == 4
-    assert [ref() for ref in kept] == [None] * 4
+    assert len(kept) == 6
+    assert [ref() for ref in kept] == [None] * 6
 
 
 def test_tensors_that_are_no_parameters_have_no_copies_with_data() -> None:

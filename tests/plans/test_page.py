@@ -1,4 +1,6 @@
-"""The page of a plan as text: what it says, what it can't be made to do, and its size."""
+"""The page of a plan as text: what it says; and of a plan and of a report, what the pages can't be
+made to do.
+"""
 
 import dataclasses
 import re
@@ -9,10 +11,13 @@ import page_plans
 import pytest
 import torch
 from page_parser import Page
+from plans import node as linear
+from reports import faulty
 from repository import PACKAGE
 from torch import nn
 
 from mpcompile import MPCompileError, explain, plan_for
+from mpcompile.diagnosis import report as reported
 from mpcompile.plans.graph_plan import BackwardNode, GraphPlan, Line, PlanNode
 from mpcompile.plans.model_plan import ModuleLine, Plan
 from mpcompile.plans.page.render import aligned, charts_of, render
@@ -24,11 +29,8 @@ MEGABYTE = 1_000_000
 
 
 def node(name: str, **fields: Any) -> PlanNode:
-    given = {
-        "op": "aten::exp", "module": "", "source": "", "captured": "f32[2]", "planned": "f32[2]",
-        "precision": "FULL", "rule": "table", "reason": "it grows",
-    }  # fmt: skip
-    return PlanNode(name=name, **{**given, **fields})
+    given = {"op": "aten::exp", "module": "", "captured": "f32[2]", "planned": "f32[2]"}
+    return linear(name, **{**given, "precision": "FULL", **fields})
 
 
 def data_in(plan: Plan) -> Any:
@@ -209,33 +211,39 @@ def test_lines_are_aligned(before: str, after: str, rows: list[tuple[str, str]])
 # -- what it can't be made to do -------------------------------------------------------------------
 
 
-def test_no_name_becomes_markup() -> None:
-    html = render(page_plans.evil_plan())
+@pytest.mark.parametrize("of", ["a plan", "a report"])
+def test_no_name_becomes_markup(of: str) -> None:
+    evil = page_plans.EVIL
+    is_plan = of == "a plan"
+    html = render(page_plans.evil_plan()) if is_plan else reported.render(faulty(evil))
     page = Page(html)
-    assert page_plans.EVIL not in html
+    assert evil not in html
     assert "img" not in page.tags
     assert page.tags.count("script") == 2
     assert not [name for _, name, _ in page.attributes if name.startswith("on")]
-    assert page.data["graphs"][0]["nodes"][0]["reason"] == page_plans.EVIL
-    assert page_plans.EVIL in [module["path"] for module in page.data["modules"]]
+    first, *_, last = page.data["graphs"][0]["nodes"]
+    assert (first["reason"] if is_plan else last["module"].removeprefix("blocks.2.down")) == evil
+    assert not is_plan or evil in [module["path"] for module in page.data["modules"]]
 
 
-def test_the_page_may_load_nothing() -> None:
-    html = render(plan_with(node("exp")))
+@pytest.mark.parametrize("html", [render(plan_with(node("exp"))), reported.render(faulty())])
+def test_the_page_may_load_nothing(html: str) -> None:
     (policy,) = re.findall(r'content="(default-src[^"]*)"', html)
     assert re.fullmatch(r"default-src 'none'; style-src '\S+'; script-src '\S+'", policy)
     assert "unsafe" not in policy
     assert not re.search(r"""(src|href)\s*=|url\(|@import|https?://|innerHTML""", html)
 
 
-def test_a_path_that_cannot_be_written(tmp_path: Path) -> None:
-    plan = plan_with(node("exp"))
+@pytest.mark.parametrize(
+    ("shown", "made_of"), [(plan_with(node("exp")), render), (faulty(), reported.render)]
+)
+def test_a_path_that_cannot_be_written(shown: Any, made_of: Any, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    for path in (tmp_path / "file" / "plan.html", tmp_path):
+    for path in (tmp_path / "file" / "page.html", tmp_path):
         with pytest.raises(MPCompileError, match=r"can't be written: .*; give the path"):
-            plan.to_html(path)
-    plan.to_html(str(tmp_path / "new" / "plan.html"))
-    assert (tmp_path / "new" / "plan.html").read_text(encoding="utf-8") == render(plan)
+            shown.to_html(path)
+    shown.to_html(str(tmp_path / "new" / "page.html"))
+    assert (tmp_path / "new" / "page.html").read_text(encoding="utf-8") == made_of(shown)
 
 
 # -- size ------------------------------------------------------------------------------------------

@@ -7,15 +7,13 @@ from typing import Any
 import browser
 import page_plans
 import pytest
+from browser import driver as driver
 
 from mpcompile.planner.min_cut import NEVER
 from mpcompile.plans.graph_plan import PlanNode
 from mpcompile.plans.model_plan import Plan
 
 pytest.importorskip("selenium")
-if not (browser.CHROMIUM and browser.CHROMEDRIVER):
-    pytest.skip("no chromium with chromedriver", allow_module_level=True)
-
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.ui import WebDriverWait
@@ -27,12 +25,6 @@ PLANS: dict[str, Callable[[], Plan]] = {
     "long": page_plans.long_plan,
     "mixed": page_plans.mixed_plan,
 }
-
-
-@pytest.fixture(scope="module")
-def driver() -> Iterator[Any]:
-    with browser.browser() as made:
-        yield made
 
 
 @pytest.fixture(scope="module")

@@ -74,11 +74,41 @@ def test_a_node_that_differs(change: dict[str, str]) -> None:
     assert value in row
 
 
-def test_a_node_of_one_plan() -> None:
-    diff = diff_of([node("a"), node("b", module="other")], [node("a")])
-    assert names(diff) == [("b", None)]
-    assert diff.alone == diff.nodes
-    assert names(diff_of([node("a")], [node("a"), node("b")])) == [(None, "b")]
+def after(number: int) -> list[PlanNode]:
+    """A pad, and the cast of what was padded, after a layer of this number."""
+    name = f"linear_{number}"
+    chain = cast(f"{name}_cut", name, rule="pad"), cast(f"{name}_f32", f"{name}_cut")
+    return [node(name, module="last"), *chain]
+
+
+# The nodes of two plans, and the pairs that differ, by name.
+MATCHED: dict[str, tuple[list[PlanNode], list[PlanNode], list[tuple[str | None, str | None]]]] = {
+    "of the first alone": ([node("a"), node("b", module="other")], [node("a")], [("b", None)]),
+    "of the second alone": ([node("a")], [node("a"), node("b")], [(None, "b")]),
+    "a renamed module": (
+        [node("a", module="old"), node("b", module="old")],
+        [node("a", module="new"), node("b", module="new", precision="FULL")],
+        [("b", "b")],
+    ),
+    "another operator": ([node("a")], [node("a", op="aten::mm")], [("a", None), (None, "a")]),
+    # A cast is known by what it reads: in another dtype it has another name, and stands elsewhere.
+    "casts": (
+        [cast("x_f16", "x"), cast("y_f16", "y"), cast("z_f16", "z")],
+        [cast(f"{x}_bf16", x, planned="bf16[8, 4]") for x in "yx"],
+        [("x_f16", "x_bf16"), ("y_f16", "y_bf16"), ("z_f16", None)],
+    ),
+    "casts of values whose names shifted": (
+        after(1), [node("linear_1", module="new"), *after(2)], [(None, "linear_1")]
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", MATCHED)
+def test_how_nodes_are_matched(case: str) -> None:
+    first, second, expected = MATCHED[case]
+    diff = diff_of(first, second)
+    assert names(diff) == expected
+    assert diff.alone == tuple(one for one in diff.nodes if None in (one.first, one.second))
 
 
 def test_names_that_shifted() -> None:
@@ -90,36 +120,6 @@ def test_names_that_shifted() -> None:
     second[3] = dataclasses.replace(second[3], precision="FULL")
     assert names(diff_of(first, second)) == [("linear_2", "linear_3"), (None, "linear_0")]
     assert "linear_2 / linear_3" in str(diff_of(first, second))
-
-
-def test_a_module_that_was_renamed() -> None:
-    first = [node("a", module="old"), node("b", module="old")]
-    second = [node("a", module="new"), node("b", module="new", precision="FULL")]
-    assert names(diff_of(first, second)) == [("b", "b")]
-
-
-def test_another_operator_of_the_same_name_is_another_node() -> None:
-    assert names(diff_of([node("a")], [node("a", op="aten::mm")])) == [("a", None), (None, "a")]
-
-
-def test_a_cast_is_known_by_what_it_reads() -> None:
-    """In another dtype it has another name, and it may stand elsewhere."""
-    first = [cast("x_f16", "x"), cast("y_f16", "y"), cast("z_f16", "z")]
-    second = [cast(f"{x}_bf16", x, planned="bf16[8, 4]") for x in "yx"]
-    expected = [("x_f16", "x_bf16"), ("y_f16", "y_bf16"), ("z_f16", None)]
-    assert names(diff_of(first, second)) == expected
-
-
-def test_casts_of_values_whose_names_shifted() -> None:
-    """A pad, and the cast of what was padded, after a layer that has another number."""
-
-    def after(number: int) -> list[PlanNode]:
-        name = f"linear_{number}"
-        chain = cast(f"{name}_cut", name, rule="pad"), cast(f"{name}_f32", f"{name}_cut")
-        return [node(name, module="last"), *chain]
-
-    first, second = after(1), [node("linear_1", module="new"), *after(2)]
-    assert names(diff_of(first, second)) == [(None, "linear_1")]
 
 
 def test_graphs_are_matched_by_number() -> None:

@@ -72,15 +72,6 @@ def test_alike_layers_are_one_row() -> None:
     assert "m 8, n 4, k 4" in row
 
 
-def test_casts_and_the_backward_are_told_in_full_alone() -> None:
-    backward = (BackwardNode("mm_1", "aten::mm", "f16[4, 4]", "linear"),)
-    made = plan(graph(node("linear"), cast("linear_f32", "linear"), backward=backward))
-    assert "linear_f32" not in str(made)
-    assert "mm_1" not in str(made)
-    assert "linear_f32" in made.full()
-    assert "\nbackward: 1 operators\n" in made.full()
-
-
 def test_a_cpu_has_no_tensor_cores() -> None:
     one = product("a")
     assert "Tensor Core" not in str(plan(products(one)))
@@ -116,11 +107,15 @@ def test_each_graph_has_its_number() -> None:
 
 
 def test_the_backward_follows_the_forward() -> None:
+    """And it is told in full alone, as casts are."""
     backward = (
         BackwardNode("gelu_1", "aten::gelu", "f16[8, 4]", "gelu", recomputed=True),
         BackwardNode("mm_1", "aten::mm", "f16[4, 4]", "linear"),
     )
-    text = plan(graph(node("linear"), backward=backward)).full()
+    made = plan(graph(node("linear"), cast("linear_f32", "linear"), backward=backward))
+    assert not [name for name in ("mm_1", "linear_f32") if name in str(made)]
+    text = made.full()
+    assert "\nlinear_f32 " in text
     assert "backward: 2 operators, 1 of them compute a value of the forward again\n" in text
     rows = [line.split() for line in text.splitlines() if line.startswith("  ")]
     assert rows[1:] == [
@@ -129,6 +124,7 @@ def test_the_backward_follows_the_forward() -> None:
     ]
     assert text.index("\nlinear ") < text.index("\nbackward:") < text.index("Casts: ")
     assert "\nbackward:" not in plan(graph(node("linear"))).full()
+    assert "\nbackward: 1 operators\n" in plan(graph(node("linear"), backward=backward[1:])).full()
 
 
 def test_totals() -> None:

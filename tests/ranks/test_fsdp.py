@@ -86,9 +86,9 @@ def _keeps_no_casts(rank: int) -> None:
     """FSDP frees weights between their uses: a low copy that stays would take that back."""
     asked: list[bool] = []
 
-    def passes(*args: Any, spares: bool, **kwargs: Any) -> JointPasses:
-        asked.append(spares)
-        return joint_passes(*args, spares=spares, **kwargs)
+    def passes(*args: Any, sharded: bool, **kwargs: Any) -> JointPasses:
+        asked.append(sharded)
+        return joint_passes(*args, sharded=sharded, **kwargs)
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(graph_function, "joint_passes", passes)

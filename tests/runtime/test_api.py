@@ -103,12 +103,6 @@ def test_half_inputs_are_found_at_any_depth() -> None:
     torch.testing.assert_close(out, wanted, rtol=1e-2, atol=1e-2)
 
 
-def test_torchs_own_modules_are_compiled_too() -> None:
-    """`nn.Sequential(...).compile()` compiles nothing: Dynamo skips frames of torch's files."""
-    _, plans = run(nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4)))
-    assert [p.counts()["LOW"] for p in plans] == [3]
-
-
 @pytest.mark.slow("compiles several models")
 def test_many_models_of_one_class_do_not_exhaust_the_recompile_limit() -> None:
     for _ in range(torch._dynamo.config.recompile_limit + 2):
@@ -144,12 +138,18 @@ def test_o0_is_the_fp32_program() -> None:
     assert plan.left == 'level="O0" was asked for'
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, "float16", "auto"])
+# Words of torch, Lightning and Hugging Face, too.
+DTYPES: dict[Any, str] = {
+    **dict.fromkeys((torch.float16, "float16", "fp16", "half", "16-mixed", "FP16"), "float16"),
+    **dict.fromkeys((torch.bfloat16, "auto", "bf16", "bf16-mixed"), "bfloat16"),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_dtypes(dtype: Any) -> None:
     _, (plan,) = run(Net(), dtype=dtype)
-    expected = "bfloat16" if dtype == "auto" else str(dtype).removeprefix("torch.")
-    assert plan.dtype == expected
-    short = {"float16": "f16", "bfloat16": "bf16"}[expected]
+    assert plan.dtype == DTYPES[dtype]
+    short = {"float16": "f16", "bfloat16": "bf16"}[plan.dtype]
     assert next(n.planned for n in plan.nodes if n.name == "linear") == f"{short}[4, 16]"
 
 
@@ -180,13 +180,6 @@ def test_others_words_for_dtype_lead_to_it_everywhere(option: str) -> None:
         backend(torch.randn(2, 8))
     with pytest.raises(MPCompileError, match=f"unexpected keyword argument {hint}"):
         explain(Net(), torch.randn(2, 8), **{option: "bf16"})
-
-
-@pytest.mark.parametrize("word", ["fp16", "half", "16-mixed", "FP16", "bf16", "bf16-mixed"])
-def test_the_low_dtype_in_other_words(word: str) -> None:
-    """Those of torch, Lightning and Hugging Face."""
-    _, (plan,) = run(Net(), dtype=word)
-    assert plan.dtype == ("bfloat16" if word.startswith("bf") else "float16")
 
 
 def test_what_found_no_place_is_said() -> None:

@@ -218,11 +218,6 @@ def test_what_a_checkpoint_outside_of_graphs_calls_is_reported() -> None:
         assert torch.allclose(p.grad.double(), q.grad, rtol=4e-3, atol=4e-3)
 
 
-@pytest.mark.parametrize("level", ["O0", "O1"])
-def test_a_compiled_forward_is_not_reported(level: str) -> None:
-    mpcompile(nn.Linear(4, 4), emit="eager", level=level)(torch.randn(2, 4))
-
-
 @pytest.mark.parametrize("grad", [True, False], ids=["training", "evaluation"])
 @pytest.mark.parametrize("level", ["O0", "O1", "O2"])
 def test_the_first_batch_is_let_go(level: str, grad: bool) -> None:

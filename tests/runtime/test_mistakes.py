@@ -50,7 +50,6 @@ LOW = "the low dtype is dtype='float16', 'bfloat16' or 'auto'"
 
 # a value of an option of mpcompile() -> what the error says
 VALUES: dict[tuple[str, Any], str] = {
-    ("dtype", "no"): f"unknown dtype 'no': {FP32}",
     ("dtype", "fp61"): "did you mean 'fp16'?",
     ("dtype", "f16"): "did you mean 'fp16'?",
     ("dtype", "bfloat"): "did you mean 'bfloat16'?",
@@ -62,15 +61,16 @@ VALUES: dict[tuple[str, Any], str] = {
     ("dtype", torch.float8_e4m3fn): "there are two: 'float16' and 'bfloat16'",
     ("dtype", "int8"): "there are two: 'float16' and 'bfloat16'",
     ("dtype", "16-true"): "parameters stay in FP32, whatever the low dtype",
+    ("dtype", "no"): f"unknown dtype 'no': {FP32}",
     ("dtype", None): "use torch.float16, torch.bfloat16 or 'auto'",
     ("level", "02"): "use one of O0, O1, O2, O3 (the letter O, then a digit)",
     ("level", 2): "use one of O0, O1, O2, O3 (the letter O, then a digit)",
     ("loss_scale", 0): "must be positive and finite",
     ("loss_scale", float("nan")): "must be positive and finite",
     ("loss_scale", "static"): "use 'dynamic', 'grad_scaler', 'none', a number, or a LossScale",
-    ("loss_scale", "dynamc"): "did you mean 'dynamic'",
     ("loss_scale", torch.amp.GradScaler("cpu")): "leave the GradScaler out of the loop, too",
-    ("pad", "alway"): "did you mean 'always'",
+    ("loss_scale", "dynamc"): "did you mean 'dynamic'",
+    ("pad", "alway"): "did you mean 'always'?",
     ("pad", True): "pad=True: use one of auto, always, never",
     ("emit", "cudagraphs"): "emit='cudagraphs': use one of inductor, aot_eager, eager",
     ("dump", __file__): "can't be made a directory",
@@ -112,8 +112,8 @@ def test_an_option(name: str, value: Any) -> None:
     assert "model," not in str(caught.value)  # it is no option
 
 
-def modules(word: str) -> Mistake:
-    return functools.partial(with_policy, modules={word: "fp32"})
+def modules(word: str, precision: str = "fp32") -> Mistake:
+    return functools.partial(with_policy, modules={word: precision})
 
 
 MISTAKES: dict[str, tuple[Mistake, str]] = {
@@ -168,22 +168,19 @@ MISTAKES: dict[str, tuple[Mistake, str]] = {
     "kind": (modules("LayerNorm"), "it is a class, and what is searched are paths, as norm"),
     "glob": (modules("*fc"), "bad regex '*fc': nothing to repeat at position 0; it is no glob"),
     "object": (lambda: Policy(modules={nn.LayerNorm: "fp32"}), "give a dict, name -> precision"),
-    "FP64": (lambda: with_policy(modules={"fc1": "fp64"}), "use 'low', 'fp32' or 'keep'"),
+    "a number of nodes": (lambda: Policy(nodes={1: "fp32"}), "give a dict, name -> precision"),
+    "FP16": (modules("fc1", "fp16"), "Policy(modules={'fc1': 'fp16'}): FP16 gradients need a loss"),
+    "a node": (lambda: with_policy(nodes={"linear": "FP16"}), "FP16 gradients need a loss scale"),
+    "FP64": (modules("fc1", "fp64"), "use 'low', 'fp32' or 'keep'"),
+    "in two": (lambda: with_policy(low=["mm"], full=["aten.mm"]), "in both"),
+    "one text": (lambda: Policy(low="mm"), "give a collection"),
+    "a number": (lambda: Policy(low=[3]), "not an operator"),
     "class of modules": (lambda: Policy(full=[nn.LayerNorm]), "did you mean 'layer_norm'?"),
     "function": (lambda: Policy(full=[F.softmax]), "did you mean 'softmax'?"),
     "operator": (lambda: with_policy(full=["torch.softmax"]), "no operator 'torch::softmax'; did"),
     "policy as dict": (
         lambda: mpcompile(Net(), policy={"low": ["mm"]}),
         "give an mpcompile.Policy(",
-    ),
-    "in both": (lambda: with_policy(low=["mm"], full=["aten.mm"]), "in both"),
-    "a word": (lambda: with_policy(low="mm"), "give a collection"),
-    "a number": (lambda: with_policy(low=[3]), "not an operator"),
-    "nodes by number": (lambda: with_policy(nodes={1: "fp32"}), "give a dict, name -> precision"),
-    "FP16 gradients": (lambda: with_policy(modules={"fc1": "fp16"}), "fc1': 'fp16'"),
-    "FP16 gradients of a node": (
-        lambda: with_policy(nodes={"linear": "FP16"}),
-        "FP16 gradients need a loss scale",
     ),
     # loss scales
     "LossScale": (lambda: LossScale(), "make one by LossScale.dynamic(init_scale=...)"),

@@ -92,7 +92,7 @@ REFUSED: dict[str, tuple[Loop, str]] = {
     "bfloat16": (cast(lambda m: m.bfloat16()), "copy.deepcopy(model).to(dtype)"),
     "meta": (
         cast(lambda m: m.to("meta")),
-        "is on meta; supported devices: cuda, cpu. It was moved there after mpcompile",
+        "is on meta; supported devices: cuda, cpu. It was moved there after mpcompile()",
     ),
     "forward": (autocast_forward, "was replaced by one under autocast(torch.bfloat16)"),
     "inference mode": (made_in_inference_mode, "make it outside, or load its state_dict()"),

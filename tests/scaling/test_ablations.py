@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from benchmarks import ablations
-from benchmarks.ablations import scaled_verdicts, stored_verdicts, training
-from benchmarks.ablations.training import (
+from benchmarks.ablations import (
     DYNAMIC,
     FP32,
     HALF_WEIGHTS,
@@ -18,6 +17,9 @@ from benchmarks.ablations.training import (
     UNSCALED,
     Magnitudes,
     Outcome,
+    lost,
+    scaled_verdicts,
+    stored_verdicts,
     train_scaled,
     train_stored,
     vanishes,
@@ -58,7 +60,7 @@ def test_the_histogram_knows_what_rounds_to_zero(scale: float) -> None:
         seen.add(part)
     zeros = ((values * scale).half() == 0).double().mean().item()
     assert 0.01 < zeros < 0.9
-    assert training.lost(seen.shares(), scale) == pytest.approx(zeros, abs=1e-9)
+    assert lost(seen.shares(), scale) == pytest.approx(zeros, abs=1e-9)
     assert sum(seen.shares().values()) == pytest.approx(0.99)
 
 
@@ -79,7 +81,7 @@ def test_without_master_weights_training_stalls(seed: int) -> None:
 
 def test_updates_that_are_not_small_need_no_master_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     """The control: it is the size of the updates that makes the difference, not FP16 as such."""
-    monkeypatch.setattr(training, "SMALL_RATE", 0.1)
+    monkeypatch.setattr(ablations, "SMALL_RATE", 0.1)
     full, half = (train_stored(arm, 0, 100) for arm in (FP32, HALF_WEIGHTS))
     assert half.shares["updates that vanish in FP16"] < 0.5
     assert full.progress > 1
@@ -99,7 +101,7 @@ def test_without_loss_scaling_training_stalls(seed: int) -> None:
     unscaled, eight, dynamic = (
         train_scaled(arm, seed, steps) for arm in (UNSCALED, "FP16, scale 8", DYNAMIC)
     )
-    plain, by_8 = (training.lost(gradients.shares(), scale) for scale in (1, 8))
+    plain, by_8 = (lost(gradients.shares(), scale) for scale in (1, 8))
     assert by_8 + 0.2 < plain > 0.8
     zero = "weight gradients zero"
     assert unscaled.shares[zero] > full.shares[zero] + 0.5
@@ -113,7 +115,7 @@ def test_without_loss_scaling_training_stalls(seed: int) -> None:
 
 def test_gradients_that_are_not_small_need_no_scale(monkeypatch: pytest.MonkeyPatch) -> None:
     """The control: the same network with the plain mean for a loss."""
-    monkeypatch.setattr(training, "LOSS_WEIGHT", 1.0)
+    monkeypatch.setattr(ablations, "LOSS_WEIGHT", 1.0)
     full, unscaled = (train_scaled(arm, 0, 100) for arm in (FP32, UNSCALED))
     assert full.after < full.before / 2
     assert unscaled.after == pytest.approx(full.after, rel=0.02)

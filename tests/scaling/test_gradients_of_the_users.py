@@ -25,7 +25,7 @@ def _weight(net: nn.Module) -> Any:
 
 
 def _grads(net: nn.Module) -> list[Any]:
-    return [p.grad for p in net.parameters()]
+    return [p.grad for p in net.parameters() if p.grad is not None]
 
 
 def clamp_data(net: nn.Module, _: Optimizer) -> None:
@@ -97,12 +97,6 @@ def clip_value(net: nn.Module, _: Optimizer) -> None:
     torch.nn.utils.clip_grad_value_(net.parameters(), 1e-2)
 
 
-def zero_in_place(net: nn.Module, optimizer: Optimizer) -> None:
-    for rows in (3, 4):
-        optimizer.zero_grad(set_to_none=False)
-        loss(net, rows).backward()
-
-
 def halve(net: nn.Module, _: Optimizer) -> None:
     for rows in (3, 4):
         loss(net, rows).backward()
@@ -141,7 +135,7 @@ def autograd_grad(net: nn.Module, _: Optimizer) -> Any:
 
 LOOPS: list[Loop] = [
     clamp_data, add_noise_to_data, write_by_numpy, fisher, preallocate, surgery, sign, clip_norm,
-    clip_value, zero_in_place, halve, penalty, hook, accumulated, autograd_grad,
+    clip_value, halve, penalty, hook, accumulated, autograd_grad,
 ]  # fmt: skip
 
 
@@ -152,7 +146,7 @@ def test_gradients_and_the_step(loop: Loop, dtype: torch.dtype) -> None:
     model = Net()
     reference = copy.deepcopy(model).double()
     start = [p.detach().clone() for p in reference.parameters()]
-    rtol = 1e-2 if dtype is torch.float16 else 4e-2
+    rtol, moves = (1e-2, 1e-2) if dtype is torch.float16 else (2e-2, 4e-2)
     sgd = torch.optim.SGD(reference.parameters(), lr=1e-3)
     runs = ((model, trained(model, dtype=dtype)), (reference, sgd))
     for _ in range(2):
@@ -166,38 +160,23 @@ def test_gradients_and_the_step(loop: Loop, dtype: torch.dtype) -> None:
             optimizer.zero_grad()
     moved = zip(model.parameters(), reference.parameters(), start, strict=True)
     for name, (p, q, before) in zip(dict(model.named_parameters()), moved, strict=True):
-        assert (p.double() - q).norm() <= rtol * (q - before).norm() + 1e-7, name
-
-
-def test_clipping_by_hand_works_in_bf16() -> None:
-    model = Net()
-    optimizer = trained(model, dtype=torch.bfloat16, lr=0.05)
-    model(torch.randn(4, 8)).mean().backward()
-    nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
-    before = [p.detach().clone() for p in model.parameters()]
-    optimizer.step()
-    moved = torch.stack([(p - b).norm() for p, b in zip(model.parameters(), before, strict=True)])
-    assert 0 < moved.norm() < 0.05 * 1e-3 * 1.05
+        assert (p.double() - q).norm() <= moves * (q - before).norm() + 1e-7, name
 
 
 ZEROED: dict[str, Callable[[torch.optim.Optimizer, nn.Module], object]] = {
     "to None": lambda o, m: o.zero_grad(),
     "by the optimizer": lambda o, m: o.zero_grad(set_to_none=False),
     "by the model": lambda o, m: m.zero_grad(set_to_none=False),
-    "each": lambda o, m: [g.zero_() for g in grads(m)],
-    "each, filled": lambda o, m: [g.fill_(0.0) for g in grads(m)],
-    "each, as data": lambda o, m: [g.data.zero_() for g in grads(m)],
-    "each, detached": lambda o, m: [g.detach().zero_() for g in grads(m)],
-    "each, as a slice": lambda o, m: [operator.setitem(g, ..., 0.0) for g in grads(m)],
-    "each, copied": lambda o, m: [g.copy_(torch.zeros_like(g)) for g in grads(m)],
-    "each, as an array": lambda o, m: [g.float().numpy().fill(0.0) or g.zero_() for g in grads(m)],
-    "all at once": lambda o, m: grads(m) and torch._foreach_zero_(grads(m)),
+    "each": lambda o, m: [g.zero_() for g in _grads(m)],
+    "each, filled": lambda o, m: [g.fill_(0.0) for g in _grads(m)],
+    "each, as data": lambda o, m: [g.data.zero_() for g in _grads(m)],
+    "each, detached": lambda o, m: [g.detach().zero_() for g in _grads(m)],
+    "each, as a slice": lambda o, m: [operator.setitem(g, ..., 0.0) for g in _grads(m)],
+    "each, copied": lambda o, m: [g.copy_(torch.zeros_like(g)) for g in _grads(m)],
+    "each, as an array": lambda o, m: [g.float().numpy().fill(0.0) or g.zero_() for g in _grads(m)],
+    "all at once": lambda o, m: _grads(m) and torch._foreach_zero_(_grads(m)),
     "new zeros": lambda o, m: [setattr(p, "grad", torch.zeros_like(p)) for p in m.parameters()],
 }
-
-
-def grads(net: nn.Module) -> list[torch.Tensor]:
-    return [p.grad for p in net.parameters() if p.grad is not None]
 
 
 @COMBINED

@@ -1,6 +1,9 @@
 """Who may take a step: whatever loop a gradient ends up in, an overflow changes no parameter."""
 
 import copy
+import dataclasses
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -8,6 +11,62 @@ from overflowing import FP16, OVERFLOW, assert_unchanged, mlp, parameters
 from torch import nn
 
 from mpcompile import LossScale, MPCompileError, MPOptimizer, loss_scale_of, mpcompile
+
+OPTIMIZERS: list[Callable[..., torch.optim.Optimizer]] = [
+    lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.1),
+    lambda p: torch.optim.AdamW(p, lr=0.1),
+    lambda p: torch.optim.Adagrad(p, lr=0.1),
+]
+
+
+def snapshot(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    return copy.deepcopy({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+
+
+@pytest.mark.parametrize("emit", ["eager", "aot_eager"])
+@pytest.mark.parametrize("make", OPTIMIZERS)
+def test_an_overflow_step_changes_nothing_and_is_counted(
+    make: Callable[..., torch.optim.Optimizer], emit: str
+) -> None:
+    model = mpcompile(mlp(), **{**FP16, "emit": emit})
+    optimizer = make(model.parameters())
+    x = torch.randn(4, 8)
+
+    def step(data: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        model(data).square().mean().backward()
+        optimizer.step()
+
+    step(x)
+    before, value = snapshot(model, optimizer), loss_scale_of(model).value
+    step(x * 1e6)  # 8e6 has no FP16 value: inf in the first layer, nan gradients
+    torch.testing.assert_close(snapshot(model, optimizer), before, rtol=0, atol=0, equal_nan=True)
+    scale = loss_scale_of(model)
+    assert (scale.skipped_steps, scale.value) == (1, value / 2)
+    assert all(p.grad is not None for p in model.parameters())  # still there to be looked at
+    step(x)
+    assert not torch.equal(model[0].weight, before["model"]["0.weight"])
+    assert scale.skipped_steps == 1
+
+
+def test_bf16_has_no_scale_unless_one_is_handed_over() -> None:
+    for scale, skipped in (("dynamic", 0), (LossScale.static(8.0), 1)):
+        model = mpcompile(mlp(), dtype=torch.bfloat16, emit="eager", loss_scale=scale)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        (model(torch.ones(4, 8)) * float("inf")).sum().backward()
+        optimizer.step()
+        assert loss_scale_of(model).skipped_steps == skipped
+
+
+def test_a_new_scale_does_not_recompile() -> None:
+    model = mpcompile(mlp(), **FP16)
+    scale = loss_scale_of(model)
+    x = torch.randn(4, 8)
+    for value in (2.0**16, 2.0**10, 3.0):
+        scale.state = dataclasses.replace(scale.state, scale=value)
+        with torch.compiler.set_stance("default" if value == 2.0**16 else "fail_on_recompile"):
+            model.zero_grad()
+            model(x).sum().backward()
 
 
 def frozen(model: nn.Module) -> nn.Module:

@@ -12,7 +12,16 @@ from overflowing import FP16, OVERFLOW, assert_unchanged, mlp, parameters
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from mpcompile import LossScale, MPCompileWarning, MPOptimizer, loss_scale_of, mpcompile
+from mpcompile import (
+    LossScale,
+    MPCompileError,
+    MPCompileWarning,
+    MPOptimizer,
+    loss_scale_of,
+    mpcompile,
+)
+from mpcompile.ir.fakes import duplicate
+from mpcompile.scaling.fit_scale import FACTOR, check_two_scales
 
 
 @pytest.mark.parametrize(("level", "emit"), [("O1", "eager"), ("O2", "aot_eager")])
@@ -267,3 +276,61 @@ def test_a_search_leaves_the_scale_of_graphs_that_cannot_search(
     for before, p, q in zip(start, model.parameters(), reference.parameters(), strict=True):
         moved = (before - p).double()
         assert (moved - q.grad).norm() <= 5e-3 * q.grad.norm()
+
+
+@pytest.mark.slow("trainings that overflow, against FP64")
+@pytest.mark.usefixtures("own_inductor_cache")
+def test_a_search_for_the_scale_repeats_the_call_with_a_slice() -> None:
+    """Inductor's graph asserts the strides of its inputs: a copy without the gaps fails."""
+
+    class Words(nn.Sequential):
+        def __init__(self) -> None:
+            super().__init__(nn.Embedding(16, 8), nn.Linear(8, 16))
+
+    tokens = torch.randint(16, (4, 9))
+    gradients = []
+    for low in (False, True):
+        torch.manual_seed(0)
+        model = mpcompile(Words(), **{**FP16, "emit": "inductor"}) if low else Words()
+        logits = model(tokens[:, :-1])
+        # gradients of up to 2000 / 32 overflow at a scale of 65,536
+        (2000 * F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())).backward()
+        gradients.append([p.grad for p in model.parameters()])
+    assert loss_scale_of(model).value < 2**16
+    torch.testing.assert_close(gradients[1], gradients[0], rtol=2e-2, atol=0.5)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        torch.randn(4, 9)[:, 1:],
+        torch.randn(4, 1, 5).expand(4, 3, 5),
+        torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        torch.randn(8, 8)[::2, ::3].t(),
+        torch.randn(3, 9)[:0, 1:],
+        torch.tensor(2.0),
+    ],
+    ids=lambda value: f"{tuple(value.shape)} {value.stride()}",
+)
+def test_a_duplicate_has_the_strides_of_its_tensor(value: torch.Tensor) -> None:
+    found = duplicate(value)
+    assert found.stride() == value.stride() or not value.numel()
+    assert torch.equal(found, value)
+    assert found.data_ptr() != value.data_ptr() or not value.numel()
+
+
+GRADIENTS = {
+    "real": torch.tensor([1.0, -2.0]),
+    "imaginary": torch.tensor([1j, -2j]),
+    "conjugate": torch.tensor([1j, 2 + 1j]).conj(),
+}
+
+
+@pytest.mark.parametrize("kind", GRADIENTS)
+def test_a_gradient_that_follows_the_scale(kind: str) -> None:
+    gradient = GRADIENTS[kind]
+    check_two_scales([gradient], [gradient], ())
+    check_two_scales([gradient * FACTOR], [gradient], (0,))  # it is to leave scaled
+    for higher, lower in ((gradient * FACTOR, gradient), (gradient, gradient * FACTOR)):
+        with pytest.raises(MPCompileError, match="depends on the loss scale"):
+            check_two_scales([higher], [lower], ())

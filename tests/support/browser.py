@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 CHROMEDRIVER = shutil.which("chromedriver")
 _FLAGS = ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--disable-gpu",
@@ -29,6 +31,16 @@ def browser(*flags: str) -> Iterator[Any]:
         yield driver
     finally:
         driver.quit()
+
+
+@pytest.fixture(scope="module")
+def driver() -> Iterator[Any]:
+    """A browser, where there is one and selenium to drive it."""
+    pytest.importorskip("selenium")
+    if not (CHROMIUM and CHROMEDRIVER):
+        pytest.skip("no chromium with chromedriver")
+    with browser() as made:
+        yield made
 
 
 def opened(driver: Any, path: Path) -> Any:

@@ -39,13 +39,22 @@ def infinite(): return Net(), (torch.ones(8, 8),), {}, lambda y: y.sum() * float
 def lossless(): return Net(), (torch.ones(8, 8),), {}, lambda y: y
 def unnamed(): return Net(), (torch.ones(8, 8),), {}, 3
 def five(): return Net(), (torch.ones(8, 8),), {}, None, None
+
+def linear(): return nn.Linear(8, 8), (torch.ones(8, 8),)
+def one(): return nn.Linear(8, 8)
+def tensor(): return nn.Linear(8, 8), torch.ones(8, 8)
+def swapped(): return (torch.ones(8, 8),), nn.Linear(8, 8)
+def fails(): raise OSError("no such weights")
+number = 3
+net = nn.Linear(8, 8)
 """
 
 
 @pytest.fixture
 def nets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The module `some_nets` in the current directory, forgotten afterwards."""
+    """The module `some_nets` in the current directory, forgotten afterwards; and one that fails."""
     (tmp_path / "some_nets.py").write_text(NETS)
+    (tmp_path / "broken_nets.py").write_text("import not_there_either\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     sys.modules.pop("some_nets", None)

@@ -21,8 +21,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch._dynamo.utils import counters
 
+from benchmarks.cuda_parts.inductor import set_for_all_threads
 from benchmarks.fakecuda.counting import Counter, count
-from benchmarks.fakecuda.inductor import set_for_all_threads
 from mpcompile import LossScale, MPOptimizer, mpcompile
 
 recorded: list[dict[str, Any]] = []

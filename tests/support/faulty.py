@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from module_of import function_of
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -159,42 +160,39 @@ class Twice(nn.Module):
         return self.power(once * 1000 / once.detach().std()) / 1e5  # <- second call
 
 
-class _Cube(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(x)
-        return x.tanh()
+def tanh(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+    ctx.save_for_backward(x)
+    return x.tanh()
 
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        (x,) = ctx.saved_tensors
-        slope = 1 - x.tanh().square()
-        nothing = torch.zeros_like(x)
-        return grad * slope / nothing.sqrt()  # <- division
+
+def divide(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+    (x,) = ctx.saved_tensors
+    slope = 1 - x.tanh().square()
+    nothing = torch.zeros_like(x)
+    return grad * slope / nothing.sqrt()  # <- division
+
+
+Tanh = function_of(tanh, divide)
 
 
 class OwnBackward(Mixing):
     """An autograd.Function whose backward divides by zero."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return _Cube.apply(self.mix(x))  # type: ignore[no-untyped-call,no-any-return]
+        return Tanh.apply(self.mix(x))  # type: ignore[no-untyped-call,no-any-return]
 
 
-class _Loud(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.sin()
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        return grad * 1e14  # <- loud
+Loud = function_of(
+    lambda ctx, x: x.sin(),
+    lambda ctx, grad: grad * 1e14,  # <- loud
+)
 
 
 class LoudBackward(OwnBackward):
     """An autograd.Function whose backward makes gradients that fit FP32, and FP16 at no scale."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return _Loud.apply(self.mix(x))  # type: ignore[no-untyped-call,no-any-return]
+        return Loud.apply(self.mix(x))  # type: ignore[no-untyped-call,no-any-return]
 
 
 class Host(nn.Module):

@@ -41,10 +41,6 @@ class Setup:
     max_scale: float = 2.0**13
     seed: int = 0
 
-    @property
-    def generated(self) -> bool:
-        return any(kind.startswith("mp") for kind in self.kinds)
-
 
 @dataclass(eq=False)
 class Output:
@@ -74,15 +70,12 @@ class Parts:
     def __init__(self, setup: Setup) -> None:
         self.setup = setup
         self.random = torch.Generator().manual_seed(setup.seed)
-        count = len(setup.inputs)
         self.wanted = self._build()
         self.wanted_params = self._names(self.wanted)
         for p in self.wanted_params.values():
             p.data.copy_(self._draw(p.shape))
         self._id = {id(p): name for name, p in self.wanted_params.items()}
-        one = setup.shared and setup.level == "O2" and setup.generated
-        self.scale_at = [0 if one and k < 2 else k for k in range(count)]
-        self.scales = {k: self._fresh_scale(k) for k in set(self.scale_at)}
+        self.scales = [self._fresh_scale() for _ in setup.inputs]
         self.groups = self._layout()
         self.tainted: dict[str, set[int]] = {name: set() for name in self.wanted_params}
         self.known: dict[str, list[int]] = {name: [] for name in self.wanted_params}
@@ -118,13 +111,12 @@ class Parts:
     def _names(parts: nn.Module) -> dict[str, nn.Parameter]:
         return dict(parts.named_parameters())
 
-    def _fresh_scale(self, s: int) -> Scale:
+    def _fresh_scale(self) -> Scale:
         setup = self.setup
-        copied = setup.level == "O2" and setup.generated and not (setup.by_hand and s == 0)
         start = setup.init_scale or min(2.0**16, setup.max_scale)
         return Scale(
             Numbers(start), setup.growth_interval, setup.min_scale, setup.max_scale,
-            fitting=setup.init_scale is None, coarse=copied,
+            fitting=setup.init_scale is None,
         )  # fmt: skip
 
     def _read_by(self, k: int) -> set[str]:
@@ -159,17 +151,14 @@ class Parts:
         self.live = self._build()
         self.live.load_state_dict(self.wanted.state_dict())
         self.params = self._names(self.live)
-        given = {
-            s: LossScale.dynamic(
+        for k in range(len(setup.inputs)):
+            scale = LossScale.dynamic(
                 setup.init_scale, growth_interval=setup.growth_interval,
                 min_scale=setup.min_scale, max_scale=setup.max_scale,
-            )
-            for s in self.scales
-        }  # fmt: skip
-        for k in range(len(setup.inputs)):
+            )  # fmt: skip
             mpcompile(
                 self.live[f"net{k}"], dtype=torch.float16, level=setup.level, emit="eager",
-                strict=True, loss_scale=given[self.scale_at[k]], dynamic=True,
+                strict=True, loss_scale=scale, dynamic=True,
             )  # fmt: skip
 
     def _live_optimizers(self) -> list[Optimizer]:
@@ -181,7 +170,7 @@ class Parts:
         return made
 
     def live_scale(self, s: int) -> LossScale:
-        return loss_scale_of(self.live[f"net{self.scale_at.index(s)}"])
+        return loss_scale_of(self.live[f"net{s}"])
 
     def _draw(self, shape: Sequence[int]) -> torch.Tensor:
         return torch.randint(-4, 5, tuple(shape), generator=self.random) / 4
@@ -197,7 +186,7 @@ class Parts:
         for held in self.held:
             for tensor in self._snapshot(held).values():
                 assert bool(tensor.isfinite().all()), "state is not finite"
-        for s, scale in self.scales.items():
+        for s, scale in enumerate(self.scales):
             live, now = self.live_scale(s).state, scale.numbers
             mine = live.scale, live.good_steps, live.skipped_steps
             assert mine == (now.value, now.good, now.skipped), f"scale {s}: {mine}, not {now}"

@@ -22,8 +22,6 @@ the two is what is harmless, each seen in practice:
 * Gradients of one model were dropped, and the optimizer, which holds another's too, steps before
   the first has run again. (A plain optimizer looks at all of its scales; an MPOptimizer only at
   those of parameters that have a gradient.)
-* Where O2 stores gradients low nothing is counted but what stands in the gradient itself, so none
-  of these skips happens there.
 * A step, skipped or not, takes the taint off what it looked at. Who clips the gradients of a
   skipped step and keeps them keeps garbage, and the next step uses it.
 * A parameter that two models share answers for both: a gradient that is not finite counts for both
@@ -136,7 +134,6 @@ class Scale:
         optimized: whether an optimizer counts its good steps.
         open: whether its graphs hand gradients on to something in front of them.
         early: it moved down for gradients that are still being accumulated.
-        coarse: its graphs may store gradients low, and then count no passes.
     """
 
     numbers: Numbers
@@ -144,7 +141,6 @@ class Scale:
     min_scale: float
     max_scale: float
     fitting: bool = False
-    coarse: bool = False
     passes: int = 0
     bad: int = 0
     looked: int = 0

@@ -2,7 +2,6 @@
 and asserts that they agree. `test_state_machine.py` calls them in random order.
 """
 
-import copy
 import io
 import math
 from collections.abc import Iterable, Sequence
@@ -29,7 +28,7 @@ class World(Parts):
         self.check()
 
     def _run(self, k: int, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, set[str]]:
-        kind, s = self.setup.inputs[k], self.scale_at[k]
+        kind = self.setup.inputs[k]
         live = wanted = x
         reads = self._read_by(k)
         if kind == "chain":
@@ -40,24 +39,19 @@ class World(Parts):
             reads = reads | {n for n in self.params if n.startswith("stem.")}
         elif kind == "latent":
             (live,), (wanted,) = self.live[f"latent{k}"], self.wanted[f"latent{k}"]
-        scale = self.scales[s]
+        scale = self.scales[k]
         for name in self._read_by(k):
-            if s not in self.known[name]:
-                self.known[name].append(s)
+            if k not in self.known[name]:
+                self.known[name].append(k)
         scale.open |= kind in ("chain", "stem")
-        before_numbers, early = copy.copy(scale.numbers), scale.early
-        scale.forward(any(self.wanted_params[n].grad is not None for n in self._leaves(s)))
+        scale.forward(any(self.wanted_params[n].grad is not None for n in self._leaves(k)))
         live = self.live[f"net{k}"](live)
-        mine = self.live_scale(s)
-        if scale.coarse and mine.value == before_numbers.value:
-            # It did not see the pass, or saw no reason.
-            scale.numbers, scale.early = before_numbers, early
-            scale.numbers.good = mine.state.good_steps
+        mine = self.live_scale(k)
         scale.fitting = mine.fitting
         assert mine.used is not None
 
         def note(tensor: torch.Tensor, grad: torch.Tensor) -> None:
-            self.tape.append((s, self._id.get(id(tensor)), not bool(grad.isfinite().all())))
+            self.tape.append((k, self._id.get(id(tensor)), not bool(grad.isfinite().all())))
 
         return live, emulated(self.wanted[f"net{k}"], wanted, mine.used, note), reads  # type: ignore[arg-type]
 
@@ -168,9 +162,7 @@ class World(Parts):
             assert bool(held.live.skipped) == skipped  # type: ignore[attr-defined]
         self.skips += skipped
         for s in scales:
-            scale = self.scales[s]
-            grew = self.live_scale(s).skipped_steps > scale.numbers.skipped
-            scale.step(held, must[s] or (may[s] and (grew if scale.coarse else skipped)))
+            self.scales[s].step(held, must[s] or (may[s] and skipped))
         if upstream:
             self._adopt_skips(but=scales)
         for name in have:  # it has looked: what it keeps of these gradients is its own doing
@@ -187,19 +179,18 @@ class World(Parts):
 
     def _adopt_skips(self, but: set[int]) -> None:
         """An optimizer in front of a model counts its skips with the model's scale."""
-        for s in self.scales.keys() - but:
+        for s in set(range(len(self.scales))) - but:
             numbers, live = self.scales[s].numbers, self.live_scale(s).skipped_steps
             assert live - numbers.skipped in (0, 1)
             numbers.skipped = live
 
     def by_hand(self) -> None:
         """An update of the first model, under the question that is to be asked first."""
-        s = self.scale_at[0]
-        scale, leaves = self.scales[s], list(self._leaves(s))
+        scale, leaves = self.scales[0], list(self._leaves(0))
         names = [n for n in leaves if n.startswith("net0.")]
-        must = self._must_skip(s, names)
+        must = self._must_skip(0, names)
         may = scale.stale("hand") or self._is_bad(leaves)
-        overflowed = self.live_scale(s).overflowed()
+        overflowed = self.live_scale(0).overflowed()
         self.steps += 1
         self.skips += overflowed
         assert overflowed or not must, "an overflow was missed"
@@ -241,7 +232,7 @@ class World(Parts):
     def reload(self) -> None:
         """Save everything and go on with fresh objects."""
         saved = io.BytesIO()
-        scales = {s: self.live_scale(s).state_dict() for s in self.scales}
+        scales = [self.live_scale(s).state_dict() for s in range(len(self.scales))]
         state = self.live.state_dict(), [h.live.state_dict() for h in self.held], scales
         torch.save(state, saved)
         saved.seek(0)
@@ -252,11 +243,10 @@ class World(Parts):
         self._make_live()
         self.live.load_state_dict(parts)
         fresh = self._live_optimizers()
-        for s in self.scales:
+        for s, scale in enumerate(self.scales):
             self.live_scale(s).load_state_dict(scales[s])
-            new = self._fresh_scale(s)
-            new.copy_state(self.scales[s])
-            self.scales[s] = new
+            self.scales[s] = self._fresh_scale()
+            self.scales[s].copy_state(scale)
         for name in self.params:
             self.tainted[name].clear()
             self.known[name].clear()

@@ -82,7 +82,7 @@ MUTANTS = (
         "mpcompile/scaling/low_gradients.py",
         "multiply_all(wide, scale.reciprocal())\n",
         "multiply_all(wide, scale.reciprocal() ** 2)\n",
-        ("tests/scaling/test_low_gradients_scale.py",),
+        ("tests/scaling/test_low_gradients.py",),
     ),
     Mutant(
         "branch-not-scaled",
@@ -170,7 +170,7 @@ MUTANTS = (
         "mpcompile/ir/scale.py",
         "scale=_where(lowered, lower, ",
         "scale=_where(lowered, higher, ",
-        ("tests/scaling/test_loss_scale.py", "tests/scaling/test_scale_rule.py"),
+        ("tests/scaling/test_loss_scale.py",),
     ),
     Mutant(
         "lr-ignored",
@@ -194,7 +194,7 @@ MUTANTS = (
         "mpcompile/scaling/copies.py",
         "true = unscaled(list(wide.values()), ctx.scale)",
         "true = unscaled(list(wide.values()), ctx.scale and ctx.reader.scale.used)",
-        ("tests/scaling/test_low_gradients_scale.py",),
+        ("tests/scaling/test_low_gradients.py",),
     ),
     Mutant(
         "witness-removed",

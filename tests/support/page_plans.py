@@ -4,6 +4,7 @@ import dataclasses
 import functools
 
 import torch
+from reports import EVIL as EVIL
 from torch import nn
 
 from benchmarks.models import resnet18
@@ -11,8 +12,6 @@ from mpcompile import Policy, compiled_plans, mpcompile, plan_for
 from mpcompile.demo.gpt import GPT, GPTConfig
 from mpcompile.plans.graph_plan import BackwardNode, GraphPlan
 from mpcompile.plans.model_plan import ModuleLine, Plan
-
-EVIL = "</script><img src=x onerror=alert(1)>"
 
 
 @functools.cache

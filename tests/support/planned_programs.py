@@ -58,26 +58,21 @@ def staged(program: Any, *inputs: Any, profile: Profile | None = None, **options
 # -- programs --------------------------------------------------------------------------------------
 
 
-class MLP(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden = F.gelu(self.up(x)) * torch.sigmoid(self.up(x))
-        out: torch.Tensor = self.down(hidden)
-        return out.relu().sum()
+def mlp() -> Any:
+    return module_of(
+        lambda m, x: m.down(F.gelu(m.up(x)) * torch.sigmoid(m.up(x))).relu().sum(),
+        up=nn.Linear(16, 32), down=nn.Linear(32, 16),
+    )  # fmt: skip
 
 
-class Residual(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(16), nn.Linear(16, 16), nn.Linear(16, 16)
+def residual() -> Any:
+    def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
+        x = x + m.down(F.gelu(m.up(m.norm(x))))
+        x = x + m.down(F.gelu(m.up(m.norm(x))))
+        return m.norm(x).mean()
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x + self.down(F.gelu(self.up(self.norm(x))))
-        x = x + self.down(F.gelu(self.up(self.norm(x))))
-        return self.norm(x).mean()
+    layers = {"up": nn.Linear(16, 16), "down": nn.Linear(16, 16)}
+    return module_of(forward, norm=nn.LayerNorm(16), **layers)
 
 
 def attention() -> Any:
@@ -90,15 +85,13 @@ def attention() -> Any:
     return module_of(forward, **{name: nn.Linear(16, 16) for name in "qkv"})
 
 
-class Lookup(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.words, self.places = nn.Embedding(10, 16), nn.Embedding(4, 16)
-        self.norm, self.head = nn.LayerNorm(16), nn.Linear(16, 10)
+def lookup() -> Any:
+    def forward(m: Any, idx: torch.Tensor) -> torch.Tensor:
+        x = m.norm(m.words(idx) + m.places(idx % 4))
+        return F.cross_entropy(m.head(F.dropout(x)), idx)
 
-    def forward(self, idx: torch.Tensor) -> torch.Tensor:
-        x = self.norm(self.words(idx) + self.places(idx % 4))
-        return F.cross_entropy(self.head(F.dropout(x)), idx)
+    tables = {"words": nn.Embedding(10, 16), "places": nn.Embedding(4, 16)}
+    return module_of(forward, norm=nn.LayerNorm(16), head=nn.Linear(16, 10), **tables)
 
 
 class BasicBlock(nn.Module):
@@ -128,10 +121,10 @@ def tokens(*size: int) -> torch.Tensor:
 
 
 PROGRAMS: dict[str, tuple[Callable[[], nn.Module], Callable[[], torch.Tensor]]] = {
-    "MLP": (MLP, lambda: leaf(8, 16)),
-    "residual": (Residual, lambda: leaf(8, 16)),
+    "MLP": (mlp, lambda: leaf(8, 16)),
+    "residual": (residual, lambda: leaf(8, 16)),
     "attention by hand": (attention, lambda: leaf(2, 8, 16)),
-    "embedding and norm": (Lookup, lambda: tokens(8)),
+    "embedding and norm": (lookup, lambda: tokens(8)),
     "convolutions": (BasicBlock, lambda: leaf(2, 4, 6, 6)),
     "LSTM": (recurrent, lambda: tokens(4, 8)),
 }

@@ -1,5 +1,6 @@
 """What mpcompile reads inside torch is as it was read: each release is tried by these first."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -48,12 +49,67 @@ def test_nothing_is_gone() -> None:
     assert GONE == []
 
 
-# -- autocast --------------------------------------------------------------------------------------
+def parameter() -> torch.Tensor:
+    return torch.ones((), requires_grad=True)
 
 
-def test_tells() -> None:
-    kinds = [torch.autocast("cpu", torch.bfloat16, enabled=enabled) for enabled in (True, False)]
-    assert [*map(is_enabled, kinds)] == [True, False]
+def sgd() -> Optimizer:
+    return torch.optim.SGD([parameter()])
+
+
+# -- what is read of one thing ---------------------------------------------------------------------
+
+X, META = torch.zeros(2), torch.empty(2, device="meta")
+ADD = torch.ops.aten.add
+INDUCTORS = ("joint_custom_post_pass", "post_grad_custom_post_pass", "custom_partitioner_fn",
+             "max_autotune_gemm_backends", "cpp_wrapper", PRE_FUSION)  # fmt: skip
+
+READ: dict[str, tuple[Callable[[], Any], Any]] = {
+    "autocast": (
+        lambda: [is_enabled(torch.autocast("cpu", enabled=e)) for e in (True, False)],
+        [True, False],
+    ),
+    "views": (lambda: [base_of(X[:1]) is X, base_of(X)], [True, None]),
+    "memory": (
+        lambda: [storage_of(META) == storage_of(y) for y in (META[1:], torch.empty_like(META))],
+        [True, False],
+    ),
+    "buffers": (
+        lambda: list(buffers_of(nn.BatchNorm1d(1))),
+        ["running_mean", "running_var", "num_batches_tracked"],
+    ),
+    # Dynamo
+    "guards may be skipped": (
+        lambda: bool(dynamo_config.skip_tensor_guards_with_matching_dict_tags), True,
+    ),
+    "gradients are read": (
+        lambda: [bool(module.safe_grad) for module in (builder, meta_utils)], [True, True],
+    ),
+    # Inductor
+    "settings": (lambda: [name for name in INDUCTORS if not has_setting(name)], []),
+    # operators
+    "overloads": (
+        lambda: [overload_name(op) for op in (ADD.Tensor, ADD.out, torch.ops.aten.relu.default)],
+        ["Tensor", "out", "default"],
+    ),
+    "packets": (lambda: packet_name(ADD), "aten::add"),
+    # optimizers
+    "state": (lambda: init_group(sgd()).__module__.partition(".optim.")[0], "torch"),  # type: ignore[union-attr]
+    "steps": (
+        lambda: [is_hooked(s) for s in (type(sgd()).step, without_wrappers(type(sgd()).step))],
+        [True, False],
+    ),
+    "a step's code": (lambda: without_wrappers(type(sgd()).step).__code__.co_name, "step"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", READ)
+def test_it_is_read(what: str) -> None:
+    read, wanted = READ[what]
+    assert read() == wanted
+
+
+# -- what changes, or is made ----------------------------------------------------------------------
 
 
 def test_turns_off() -> None:
@@ -63,9 +119,6 @@ def test_turns_off() -> None:
             seen = autocast_is_on()
         after = autocast_is_on()
     assert (inside, seen, after) == (True, False, True)
-
-
-# -- autograd --------------------------------------------------------------------------------------
 
 
 class Twice(torch.autograd.Function):
@@ -103,23 +156,11 @@ def test_counts_writes() -> None:
 
 
 def test_knows_hooks() -> None:
-    x, y, z = (torch.ones((), requires_grad=True) for _ in range(3))
+    x, y, z = (parameter() for _ in range(3))
     x.register_hook(lambda g: g)
     y.register_post_accumulate_grad_hook(lambda p: None)
-    assert [[*map(bool, hooks_on(t))] for t in (x, y, z)] == [
-        [True, False],
-        [False, True],
-        [False, False],
-    ]
-
-
-def test_knows_views() -> None:
-    x = torch.zeros(2)
-    assert base_of(x[:1]) is x
-    assert base_of(x) is None
-
-
-# -- modules ---------------------------------------------------------------------------------------
+    hooks = [tuple(map(bool, hooks_on(t))) for t in (x, y, z)]
+    assert hooks == [(True, False), (False, True), (False, False)]
 
 
 def test_runs() -> None:
@@ -141,20 +182,6 @@ def test_knows_hooks_modules() -> None:
     assert [*map(len, hooks_around(module))] == [1, 1, 1, 1]
 
 
-def test_holds() -> None:
-    module = nn.BatchNorm1d(1)
-    assert list(buffers_of(module)) == [name for name, _ in module.named_buffers()]
-
-
-# -- tensors ---------------------------------------------------------------------------------------
-
-
-def test_tells_views() -> None:
-    with torch.device("meta"):
-        x, y = torch.empty(2), torch.empty(2)
-    assert storage_of(x) == storage_of(x[1:]) != storage_of(y)
-
-
 def test_counts_holders() -> None:
     x = torch.ones(())
     memory = x.untyped_storage()
@@ -173,31 +200,10 @@ def test_reads_values() -> None:
     assert sparse_values(twice).tolist() == [1.0, 1.0]
 
 
-# -- Dynamo ----------------------------------------------------------------------------------------
-
-
-def test_may_skip() -> None:
-    assert dynamo_config.skip_tensor_guards_with_matching_dict_tags
-
-
-def test_reads_grad() -> None:
-    assert builder.safe_grad
-    assert meta_utils.safe_grad
-
-
-# -- Inductor --------------------------------------------------------------------------------------
-
-
 def test_computes() -> None:
     from torch._inductor.scheduler import SchedulerNode
 
     assert computes_reads(SchedulerNode)
-
-
-def test_knows_settings_inductor() -> None:
-    names = ("joint_custom_post_pass", "post_grad_custom_post_pass", "custom_partitioner_fn",
-             "max_autotune_gemm_backends", "cpp_wrapper", PRE_FUSION)  # fmt: skip
-    assert all(map(has_setting, names))
 
 
 def test_tells_results() -> None:
@@ -206,43 +212,14 @@ def test_tells_results() -> None:
     assert {"output_strides", "current_callable"} <= CompiledFxGraph.__annotations__.keys()
 
 
-# -- operators -------------------------------------------------------------------------------------
-
-
 def test_declares() -> None:
     declared = schema(torch.ops.aten.add_.Tensor)
     written = [a.name for a in declared.arguments if a.alias_info is not None]
     assert (declared.name, written, declared.is_mutable) == ("aten::add_", ["self"], True)
 
 
-def test_names() -> None:
-    packet = torch.ops.aten.add
-    names = [overload_name(getattr(packet, one)) for one in ("Tensor", "out")]
-    assert [*names, packet_name(packet)] == ["Tensor", "out", "aten::add"]
-    assert overload_name(torch.ops.aten.relu.default) == "default"
-
-
-# -- optimizers ------------------------------------------------------------------------------------
-
-
-def one() -> Optimizer:
-    return torch.optim.SGD([torch.zeros((), requires_grad=True)])
-
-
 def test_knows_hooks_of_optimizers() -> None:
-    plain, before, after = one(), one(), one()
+    plain, before, after = sgd(), sgd(), sgd()
     before.register_step_pre_hook(lambda *_: None)
     after.register_step_post_hook(lambda *_: None)
     assert [*map(has_hooks, (plain, before, after))] == [False, True, True]
-
-
-def test_makes_state() -> None:
-    init = init_group(one())
-    assert init is not None
-    assert init.__module__.startswith("torch.optim.")
-
-
-def test_is_unwrapped() -> None:
-    cls = type(one())
-    assert (is_hooked(cls.step), is_hooked(without_wrappers(cls.step))) == (True, False)
-    assert without_wrappers(cls.step).__code__.co_name == "step"

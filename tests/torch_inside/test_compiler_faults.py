@@ -18,7 +18,7 @@ from mpcompile.devices import cxx
 from mpcompile.devices.cxx import GCC_FLAG
 from mpcompile.lower import write_order
 from mpcompile.lower.write_order import inductor_for
-from mpcompile.passes.joint.lowered_faults import order_pools, widen_maxima
+from mpcompile.passes.joint.lowered_faults import order_pools, read_low_results, widen_maxima
 
 pytestmark = pytest.mark.inside
 
@@ -63,6 +63,47 @@ def test_one_maximum_and_those_in_fp32_stay() -> None:
     assert not widen_maxima(traced(maxima, torch.randn(4, 6, 8)).graph)
     one = traced(lambda x: x.amax(1), torch.randn(4, 6, 8).half())
     assert not widen_maxima(one.graph)
+
+
+# -- results that are read ------------------------------------------------------------------------
+
+
+def widened(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    logits = torch.ops.prims.convert_element_type(x @ w, torch.float32).view(2, 2, 8)
+    return logits, logits.amax(-1), logits.exp().sum(-1)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_others_read_what_a_result_was_widened_from(dtype: torch.dtype) -> None:
+    x, w = torch.randn(4, 6).to(dtype), torch.randn(6, 8).to(dtype)
+    gm = traced(widened, x, w)
+    assert read_low_results(gm.graph)
+    assert not read_low_results(gm.graph)
+    result, *_ = gm.graph.output_node().args[0]
+    assert list(result.users) == [gm.graph.output_node()]
+    assert {str(n.target) for n in gm.graph.nodes if len(n.users) > 1} == {"aten.mm.default",
+            "aten.view.default"}  # fmt: skip
+    same_values(gm, widened, x, w)
+
+
+def read_by_a_product(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    wide = torch.ops.prims.convert_element_type(x @ w, torch.float32)
+    return wide, wide @ wide.mT  # reads it from memory in any case
+
+
+def made_by_a_kernel(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    wide = torch.ops.prims.convert_element_type((x @ w).exp(), torch.float32)
+    return wide, wide.amax(-1)  # one kernel makes both
+
+
+def read_by_none(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return (torch.ops.prims.convert_element_type(x @ w, torch.float32),)
+
+
+@pytest.mark.parametrize("program", [read_by_a_product, made_by_a_kernel, read_by_none])
+def test_where_nothing_is_gained_all_read_the_result(program: Program) -> None:
+    gm = traced(program, torch.randn(4, 6).half(), torch.randn(6, 8).half())
+    assert not read_low_results(gm.graph)
 
 
 @pytest.mark.slow("compiles by Inductor")

@@ -154,36 +154,28 @@ def here(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("size", "padding", "dilation", "is_hit"),
+    ("run", "size", "options", "is_hit"),
     [
-        (2, 1, 1, True),
-        (1, 1, 1, True),
-        (3, 1, 1, False),
-        (2, "same", 1, True),
-        (4, (1, 2, 2), (2, 1, 1), True),
-        (5, (1, 2, 2), (2, 1, 1), False),
-        (3, 0, 1, False),
-        (5, "valid", (2, 1, 1), False),
+        (F.conv3d, 2, {"padding": 1}, True),
+        (F.conv3d, 1, {"padding": 1}, True),
+        (F.conv3d, 3, {"padding": 1}, False),
+        (F.conv3d, 2, {"padding": "same"}, True),
+        (F.conv3d, 4, {"padding": (1, 2, 2), "dilation": (2, 1, 1)}, True),
+        (F.conv3d, 5, {"padding": (1, 2, 2), "dilation": (2, 1, 1)}, False),
+        (F.conv3d, 3, {"padding": 0}, False),
+        (F.conv3d, 5, {"padding": "valid", "dilation": (2, 1, 1)}, False),
+        # The result is what the kernel runs over: of depth 2, 4 and 4 here.
+        (F.conv_transpose3d, 2, {"padding": 1}, True),
+        (F.conv_transpose3d, 2, {"padding": 0}, False),
+        (F.conv_transpose3d, 4, {"padding": 1}, False),
     ],
 )
-def test_convolutions(here: None, size: int, padding: Any, dilation: Any, is_hit: bool) -> None:
+def test_volumes(here: None, run: Any, size: int, options: dict[str, Any], is_hit: bool) -> None:
     def program(x: torch.Tensor, kernel: torch.Tensor) -> torch.Tensor:
-        return F.conv3d(x, kernel, padding=padding, dilation=dilation)
+        return run(x, kernel, **options)
 
     assert ("FULL [kernel]" in decided(program, volume(size), KERNEL)) == is_hit
     assert "LOW [table]" in decided(program, volume(size), KERNEL, low=torch.float16)
-
-
-@pytest.mark.parametrize(
-    ("size", "padding", "is_hit"), [(2, 1, True), (2, 0, False), (4, 1, False)]
-)
-def test_transposed(here: None, size: int, padding: int, is_hit: bool) -> None:
-    """The result is what the kernel runs over: of depth 2, 4 and 4 here."""
-
-    def program(x: torch.Tensor, kernel: torch.Tensor) -> torch.Tensor:
-        return F.conv_transpose3d(x, kernel, padding=padding)
-
-    assert ("FULL [kernel]" in decided(program, volume(size), KERNEL)) == is_hit
 
 
 def test_planes_are_left_alone(here: None) -> None:

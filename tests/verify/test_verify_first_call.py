@@ -88,10 +88,17 @@ def call(owner: Any, inputs: Sequence[Any]) -> tuple[list[Any], list[str]]:
     return results, [str(w.message) for w in caught if w.category is MPCompileWarning]
 
 
+def first(
+    inputs: Sequence[Any], run: Program = program
+) -> tuple[Any, Verdicts, list[Any], list[str]]:
+    """What is compiled, what is found at its first call, its results, and what is said."""
+    owner, found = compiled(inputs, run=run)
+    return owner, found, *call(owner, inputs)
+
+
 def test_what_is_right_is_verified_once(inductor: Inductor) -> None:
     inputs = inputs_of()
-    owner, found = compiled(inputs)
-    results, said = call(owner, inputs)
+    owner, found, results, said = first(inputs)
     assert not said
     assert found.known["graph"].values == 2
     assert found.known["graph"].worst <= 3
@@ -104,8 +111,7 @@ def test_what_is_right_is_verified_once(inductor: Inductor) -> None:
 def test_a_wrong_sum_is_put_right_said_once_and_cured(inductor: Inductor) -> None:
     inductor.right = lambda: bool(inductor_config.emulate_precision_casts)
     inputs = inputs_of()
-    owner, found = compiled(inputs)
-    results, said = call(owner, inputs)
+    owner, found, results, said = first(inputs)
     torch.testing.assert_close(results, list(program(*inputs)))
     assert len(said) == 1
     assert "at aten::add" in said[0]
@@ -123,8 +129,7 @@ def test_the_last_cure_is_the_graph_operator_by_operator(inductor: Inductor) -> 
         return (x + w,)
 
     inputs = inputs_of()
-    owner, found = compiled(inputs, run=sums)
-    call(owner, inputs)
+    owner, found, *_ = first(inputs, run=sums)
     assert found.known["graph"].cure == "uncompiled"
     results, _ = call(owner, inputs)
     assert torch.equal(results[0], inputs[0] + inputs[1])
@@ -138,8 +143,7 @@ def test_a_written_input_is_compared_and_put_right(inductor: Inductor) -> None:
     inductor.right = lambda: False
     p, g = inputs_of(torch.float32)
     meant = p + g * 0.1
-    owner, found = compiled([p, g], run=update)
-    _, said = call(owner, [p, g])
+    _, found, _, said = first([p, g], run=update)
     assert len(said) == 1
     torch.testing.assert_close(p, meant)
     assert found.known["graph"].cure == "uncompiled"
@@ -163,8 +167,7 @@ def test_a_constant_is_looked_at_again(inductor: Inductor) -> None:
     inductor.right = lambda: not wrong[0]
     wrong[0] = True
     x, w = inputs_of()
-    owner, found = compiled([x, torch.zeros_like(w)], run=scaled)
-    _, said = call(owner, [x, torch.zeros_like(w)])
+    owner, found, _, said = first([x, torch.zeros_like(w)], run=scaled)
     assert not said
     assert found.known["graph"].unproven == 1
     assert "constant so far" in found.text()
@@ -180,8 +183,7 @@ def test_a_count_of_what_seldom_happens_is_looked_at_once(inductor: Inductor) ->
         return ((x.float() + w).isinf().any().float(),)
 
     inputs = inputs_of()
-    owner, found = compiled(inputs, run=counts)
-    call(owner, inputs)
+    owner, found, *_ = first(inputs, run=counts)
     assert found.known["graph"].values == 1
     assert not isinstance(owner.current_callable, first_call.FirstCall)
 
@@ -194,8 +196,7 @@ def test_an_error_of_the_verification_is_none_of_the_program(
 
     monkeypatch.setattr(first_call.Trial, "part_that_fits", fails)
     inputs = inputs_of()
-    owner, found = compiled(inputs)
-    results, said = call(owner, inputs)
+    owner, found, results, said = first(inputs)
     torch.testing.assert_close(results, list(program(*inputs)))
     assert not said
     assert "not verified, ValueError: an operator has no kernel" in found.text()
@@ -246,15 +247,13 @@ def test_a_verdict_is_remembered(inductor: Inductor) -> None:
 def test_what_was_cured_is_not_complete(inductor: Inductor) -> None:
     inductor.right = lambda: False
     inputs = inputs_of()
-    owner, found = compiled(inputs)
-    call(owner, inputs)
+    _, found, *_ = first(inputs)
     assert not Verdicts.of(found.key, Verify()).complete
 
 
 def test_a_file_that_cannot_be_read_is_no_verdict(inductor: Inductor, tmp_path: Path) -> None:
     inputs = inputs_of()
-    owner, found = compiled(inputs)
-    call(owner, inputs)
+    _, found, *_ = first(inputs)
     (file,) = tmp_path.rglob("*.json")
     assert json.loads(file.read_text())["expected"] == ["graph"]
     file.write_text("{")
@@ -268,7 +267,6 @@ def test_a_graph_that_writes_elsewhere_is_left_and_said(inductor: Inductor) -> N
         return (hidden,)
 
     inputs = inputs_of()
-    owner, found = compiled(inputs, run=writes)
-    call(owner, inputs)
+    _, found, *_ = first(inputs, run=writes)
     assert "not verified" in found.text()
     assert "in place" in found.text()

@@ -19,19 +19,9 @@ from torch import Tensor, nn
 from benchmarks.harness.ways import Trainer
 from benchmarks.papers import boxes
 from benchmarks.papers.task import Metrics, OneModel, Probe, Task
-from benchmarks.papers.tasks.detection_data import (
-    DATA,
-    HELD_OUT,
-    SHAPES,
-    SIDE,
-    Scenes,
-    batches,
-    precision,
-    rising,
-    scenes,
-)
+from benchmarks.papers.tasks import detection_data
 
-CLASSES = len(SHAPES) + 1
+CLASSES = len(detection_data.SHAPES) + 1
 """0 is the ground."""
 MAPS = ((16, 10, (1, 2)), (8, 19, (1, 2, 3)), (4, 28, (1, 2, 3)), (2, 37, (1, 2)), (1, 46, (1,)))
 """Of each feature map: its side, the size of its priors in pixels, their aspect ratios."""
@@ -55,7 +45,7 @@ def prior_boxes() -> Tensor:
         line = (torch.arange(side) + 0.5) / side
         y, x = torch.meshgrid(line, line, indexing="ij")
         middle = torch.stack([x, y], dim=-1).view(-1, 1, 2).expand(-1, len(shapes), -1)
-        extent = (torch.tensor(shapes) / SIDE).expand(side * side, -1, -1)
+        extent = (torch.tensor(shapes) / detection_data.SIDE).expand(side * side, -1, -1)
         found.append(torch.cat([middle, extent], dim=-1).view(-1, 4))
     return torch.cat(found)
 
@@ -161,13 +151,15 @@ class _Training(OneModel):
     def __init__(self, trainer: Trainer, seed: int) -> None:
         self._priors = prior_boxes().to(trainer.device)
         sgd = functools.partial(torch.optim.SGD, lr=RATE, momentum=0.9, weight_decay=5e-4)
-        super().__init__(trainer, seed, Detector(), sgd, schedule=rising(STEPS, WARM_UP))
+        super().__init__(
+            trainer, seed, Detector(), sgd, schedule=detection_data.rising(STEPS, WARM_UP)
+        )
 
     def _draw(self, seed: int) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        for batch in batches(seed, BATCH, self._device):
+        for batch in detection_data.batches(seed, BATCH, self._device):
             yield batch.images, *self._targets(batch)
 
-    def _targets(self, batch: Scenes) -> tuple[Tensor, Tensor]:
+    def _targets(self, batch: detection_data.Scenes) -> tuple[Tensor, Tensor]:
         """Of each prior: the encoded box (B, P, 4), the class (B, P)."""
         present = batch.labels >= 0
         taken = boxes.match(batch.boxes, present, boxes.corners(self._priors))
@@ -187,14 +179,17 @@ class _Training(OneModel):
 
     @torch.no_grad()
     def judge(self) -> Metrics:
-        data = scenes(HELD_OUT, seed=2)
+        data = detection_data.scenes(detection_data.HELD_OUT, seed=2)
         losses, found = [], []
-        for start in range(0, HELD_OUT, 50):
+        for start in range(0, detection_data.HELD_OUT, 50):
             batch = data[start : start + 50].to(self._device)
             places, logits = self._net.forward(batch.images)
             losses.append(multibox_loss(places, logits, *self._targets(batch)).item())
             found += _found(boxes.decode(places, self._priors).cpu(), logits.softmax(-1).cpu())
-        return {"held-out loss": sum(losses) / len(losses), "mAP, %": precision(found, data)}
+        return {
+            "held-out loss": sum(losses) / len(losses),
+            "mAP, %": detection_data.precision(found, data),
+        }
 
 
 def _found(answers: Tensor, chances: Tensor, most: int = 100) -> list[boxes.Found]:
@@ -217,7 +212,7 @@ def _found(answers: Tensor, chances: Tensor, most: int = 100) -> list[boxes.Foun
 SSD = Task(
     name="SSD",
     claim="detection",
-    data=DATA,
+    data=detection_data.DATA,
     metric="mAP, %",
     higher=True,
     steps=STEPS,

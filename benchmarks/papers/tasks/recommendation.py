@@ -7,7 +7,6 @@ category, dot products of all pairs, a top MLP. Its dims are odd, as those of re
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from sklearn.metrics import roc_auc_score
 from torch import Tensor, nn
+from torch.utils.data import TensorDataset
 
 from benchmarks.harness.ways import Trainer
 from benchmarks.papers.task import Metrics, OneModel, Task
@@ -58,21 +58,11 @@ class _Net(nn.Module):
         return logits.squeeze(1)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Clicks:
-    """numbers (N, 13), FP32; categories (N, 6), int64; clicked (N,), FP32 of 0 and 1."""
-
-    numbers: Tensor
-    categories: Tensor
-    clicked: Tensor
-
-    def __getitem__(self, chosen: Tensor | slice) -> tuple[Tensor, Tensor, Tensor]:
-        return self.numbers[chosen], self.categories[chosen], self.clicked[chosen]
-
-
 @functools.cache
-def _clicks(count: int = 120_000) -> _Clicks:
-    """Popular categories come up more often. Each has a hidden taste of 4 numbers; a click is drawn
+def _clicks(count: int = 120_000) -> TensorDataset:
+    """Numbers (N, 13), FP32; categories (N, 6), int64; what was clicked (N,), FP32 of 0 and 1.
+
+    Popular categories come up more often. Each has a hidden taste of 4 numbers; a click is drawn
     from what pairs of tastes, and the numbers, have in common.
     """
     generator = torch.Generator().manual_seed(2019)
@@ -87,7 +77,7 @@ def _clicks(count: int = 120_000) -> _Clicks:
     vectors.append(torch.tanh(numbers @ draw(NUMBERS, 4) / 2))
     logits = sum(((a * b).sum(1) for a, b in itertools.combinations(vectors, 2)), torch.zeros(1))
     chance = torch.sigmoid(0.5 * logits - 1)  # about a third are clicked
-    return _Clicks(numbers, categories, torch.bernoulli(chance, generator=generator))
+    return TensorDataset(numbers, categories, torch.bernoulli(chance, generator=generator))
 
 
 HELD_OUT = 4_000
@@ -99,12 +89,7 @@ class _Training(OneModel):
         super().__init__(trainer, seed, _Net(), adagrad)
 
     def _draw(self, seed: int) -> Iterator[list[Tensor]]:
-        generator = torch.Generator().manual_seed(seed)
-        data = _clicks()
-        while True:
-            order = HELD_OUT + torch.randperm(len(data.clicked) - HELD_OUT, generator=generator)
-            for chosen in order.split(BATCH)[:-1]:
-                yield [part.to(self._device) for part in data[chosen]]
+        return self._shuffled(seed, _clicks(), len(_clicks()), HELD_OUT, BATCH)
 
     def _loss(self, numbers: Tensor, categories: Tensor, clicked: Tensor) -> Tensor:
         return F.binary_cross_entropy_with_logits(self._net(numbers, categories), clicked)

@@ -285,12 +285,8 @@ class _Training(OneModel):
         super().__init__(trainer, seed, DeepSpeech(), sgd, max_grad_norm=1.0, schedule=falling)
 
     def _draw(self, seed: int) -> Iterator[list[Tensor]]:
-        generator = torch.Generator().manual_seed(seed)
         data = utterances()
-        while True:
-            order = HELD_OUT + torch.randperm(len(data.frames) - HELD_OUT, generator=generator)
-            for chosen in order.split(BATCH)[:-1]:
-                yield [part.to(self._device) for part in data[chosen]]
+        return self._shuffled(seed, data, len(data.frames), HELD_OUT, BATCH)
 
     def _loss(
         self, spectrograms: Tensor, frames: Tensor, labels: Tensor, letters: Tensor

@@ -296,12 +296,8 @@ class _Training(OneModel):
         )  # fmt: skip
 
     def _draw(self, seed: int) -> Iterator[list[Tensor]]:
-        generator = torch.Generator().manual_seed(seed)
         data = corpus()
-        while True:
-            order = HELD_OUT + torch.randperm(len(data.sources) - HELD_OUT, generator=generator)
-            for chosen in order.split(self._recipe.batch)[:-1]:
-                yield [part.to(self._device) for part in data[chosen]]
+        return self._shuffled(seed, data, len(data.sources), HELD_OUT, self._recipe.batch)
 
     def _loss(self, sources: Tensor, targets: Tensor) -> Tensor:
         logits = self._net(sources, targets[:, :-1])

@@ -1,4 +1,20 @@
-"""What is compared: the sizes, the situations of ours, and the peers; their times and bytes."""
+"""The optimizer step alone: MPOptimizer against GradScaler with fused and foreach AdamW.
+
+AdamW over the parameters of a GPT, no model and no backward. What differs is what arrives and what
+has to be left behind:
+
+* *FP32 gradients*: check them, skip or update.
+* *Low gradients, copies*: what O2 does. Gradients are stored in the low dtype (BF16 on CPU, FP16
+  times the loss scale on CUDA), and the step leaves low-precision copies of the FP32 weights for
+  the next forward. A peer has FP32 gradients; it casts its weights after its step.
+
+Each also with clipping to a global norm of 1: `GradScaler.unscale_` and `clip_grad_norm_` for the
+peers. All loss scales are 1 and stay so: peers unscale in place, and gradients that shrink in every
+step would soon be denormals, which a CPU is slow at. (A multiplication by 1 is not left out.)
+
+Bytes per parameter: ours are counted from the pieces that were compiled, each input of a piece read
+once and each target written once; those of the peers are arithmetic, the reasons are in `PEERS`.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +26,51 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from benchmarks.harness import timing
 from benchmarks.harness.processes import starts
-from benchmarks.harness.timing import Arm, idle_wait, low_beside, seconds_of, take_turns
+from benchmarks.harness.report import Claims, Report, Settings, Table, paragraphs, plain
 from mpcompile import LossScale, MPOptimizer, ir
 from mpcompile.scaling import copies
+
+
+def run(settings: Settings) -> Report:
+    """Measure everything; under `settings.quick` tiny shapes, once, without compiling."""
+    device = settings.device
+    work = TINY if settings.quick else work_for(device)
+    found = measure_all(work, device)
+    ratios = _ratios(found.seconds)
+    return Report(
+        title=f"AdamW's step over {work.parameters / 1e6:.1f}M parameters",
+        notes=[
+            *paragraphs(__doc__),
+            f"{sum(1 for _ in work.shapes())} tensors of a GPT ({work.layers} layers, width "
+            f"{work.width}, vocabulary {work.vocab}). {work.steps} steps in a round. "
+            f"{timing.how_compared(work.rounds)} "
+            "GB/s is bytes by the count over the median time; a cached or written line "
+            "that is first read counts as the program sees it, once. Compile time: a fresh "
+            "process with empty caches, to the end of the second step.",
+        ],
+        tables=[
+            _step_table(found, work.parameters),
+            _ratio_table(ratios),
+            _bytes_table(found),
+            *([_start_table(found.starts)] if found.starts else []),
+        ],
+        verdicts=dict(_verdicts(ratios, found, device)),
+        data={
+            "work": plain(work),
+            "parameters": work.parameters,
+            "bytes_per_parameter": found.moved,
+            "ideal_bytes_per_parameter": IDEAL,
+            "seconds_per_step": found.seconds,
+            "ratios": plain(ratios),
+            "seconds_to_second_step": found.starts,
+        },
+    )
+
+
+# -- arms ------------------------------------------------------------------------------------------
+# What is compared: the sizes, the situations of ours, and the peers.
 
 RATE = 1e-4
 COMPILED, COPY = "torch.compile(AdamW.step), no scaling", "memory copy"
@@ -131,14 +188,9 @@ def _parameters(work: Work, device: torch.device) -> list[nn.Parameter]:
     return parameters
 
 
-def _loss_scale() -> LossScale:
-    return LossScale.dynamic(init_scale=1.0, growth_interval=10**9)
-
-
 def ours_optimizer(ours: Ours, work: Work, device: torch.device) -> MPOptimizer:
     """An MPOptimizer in one of the situations, its gradients in place."""
-    parameters = _parameters(work, device)
-    scale, dtype = _loss_scale(), low_beside(device)
+    parameters, dtype = _parameters(work, device), timing.low_beside(device)
     if ours.low:
         for parameter in parameters:
             assert parameter.grad is not None
@@ -150,7 +202,7 @@ def ours_optimizer(ours: Ours, work: Work, device: torch.device) -> MPOptimizer:
                 parameter.grad = low
     return MPOptimizer(
         torch.optim.AdamW(parameters, lr=RATE),
-        loss_scale=scale,
+        loss_scale=LossScale.dynamic(init_scale=1.0, growth_interval=10**9),
         max_grad_norm=1.0 if ours.clip else None,
         emit=work.emit,
     )
@@ -168,7 +220,9 @@ def peer_step(peer: Peer, work: Work, device: torch.device) -> Callable[[], obje
     scaler = torch.amp.GradScaler(device.type, init_scale=1.0, growth_interval=10**9)
     scaler.scale(torch.ones((), device=device))  # it makes its tensors when it is first used
     weights: list[Tensor] = list(parameters)
-    low = [torch.empty_like(p, dtype=low_beside(device)) for p in weights] if peer.cast else []
+    low = (
+        [torch.empty_like(p, dtype=timing.low_beside(device)) for p in weights] if peer.cast else []
+    )
 
     def step() -> None:
         if peer.clip:
@@ -183,13 +237,9 @@ def peer_step(peer: Peer, work: Work, device: torch.device) -> Callable[[], obje
     return step
 
 
-# -- traffic ---------------------------------------------------------------------------------------
-# Bytes that our step reads and writes, counted in the graphs that were compiled.
-
-
 def bytes_moved(optimizer: MPOptimizer) -> int:
-    """Bytes that its one step reads and writes, each input of a graph read once. torch's fused
-    AdamW reads p, g, m and v and writes p, m and v, and g if that is clipped.
+    """Bytes that its one step reads and writes, each input of a graph that was compiled read once.
+    torch's fused AdamW reads p, g, m and v and writes p, m and v, and g if that is clipped.
     """
     (step,) = optimizer._steps._steps.values()
     traced = step.traced
@@ -217,10 +267,6 @@ def _size(node: fx.Node) -> int:
     return value.numel() * value.element_size()
 
 
-# -- measure ---------------------------------------------------------------------------------------
-# All arms in turns in this process, then first steps in processes of their own.
-
-
 @dataclasses.dataclass(frozen=True)
 class Measured:
     """What the arms showed. Each dict is by the arm's name.
@@ -239,7 +285,9 @@ class Measured:
 
 
 def measure_all(work: Work, device: torch.device) -> Measured:
-    """Time every arm, and count the bytes of ours."""
+    """Time all arms in turns in this process, and count the bytes of ours; then first steps in
+    processes of their own.
+    """
     steps: dict[str, Callable[[], object]] = {}
     moved: dict[str, float] = {COPY: 8.0}
     reasons = {COPY: "4 read + 4 written"}
@@ -258,13 +306,13 @@ def measure_all(work: Work, device: torch.device) -> Measured:
     for step in steps.values():
         for _ in range(2):  # the first makes AdamW's state, the second must find it there
             step()
-    turns = [Arm(name, step) for name, step in steps.items()]
-    seconds = take_turns(turns, rounds=work.rounds, steps=work.steps, wait=idle_wait(device))
+    turns, wait = [timing.Arm(*one) for one in steps.items()], timing.idle_wait(device)
+    seconds = timing.take_turns(turns, rounds=work.rounds, steps=work.steps, wait=wait)
     return Measured(seconds, moved, reasons, _starts(device) if work.starts else {})
 
 
 def _starts(device: torch.device) -> dict[str, float]:
-    step = "benchmarks.optimizer_step.measure:first_steps"
+    step = "benchmarks.optimizer_step:first_steps"
     names = (*(ours.name for ours in OURS), COMPILED)
     return {name: float(starts(1, step, name, device.type)[0]) for name in names}
 
@@ -273,9 +321,78 @@ def first_steps(name: str, kind: str) -> float:
     """What the fresh process does: two steps, timed. The first makes state and compiles."""
     device = torch.device(kind)
     work = work_for(device)
-    ours = next((one for one in OURS if one.name == name), None)
-    if ours:
-        step: Callable[[], object] = ours_optimizer(ours, work, device).step
-    else:
-        step = peer_step(next(one for one in PEERS if one.name == name), work, device)
-    return seconds_of(lambda: [step() for _ in range(2)], idle_wait(device))
+    (arm,) = (one for one in (*OURS, *PEERS) if one.name == name)
+    is_ours = isinstance(arm, Ours)
+    step = ours_optimizer(arm, work, device).step if is_ours else peer_step(arm, work, device)
+    return timing.seconds_of(lambda: [step() for _ in range(2)], timing.idle_wait(device))
+
+
+# -- report ----------------------------------------------------------------------------------------
+# Ratios to the rivals, verdicts and tables.
+
+IDEAL = 30
+"""Bytes per parameter: a low gradient read twice (4), parameter and moments read and written (24),
+a low copy written (2)."""
+
+OVER_SCALED = {"cpu": 1.15, "cuda": 1.3}
+
+Ratios = dict[str, dict[str, timing.Ratio]]
+
+
+def _rivals(ours: Ours) -> list[Peer]:
+    """The peers that leave behind what ours does, the scaled first; then those that do less."""
+    fair = [p for p in PEERS if p.scaled and p.clip == ours.clip and p.cast == ours.low]
+    less = [p for p in PEERS if p.scaled and p.clip == ours.clip and ours.low and not p.cast]
+    return [*fair, *less, *(p for p in PEERS if not p.scaled)]
+
+
+def _ratios(seconds: dict[str, list[float]]) -> Ratios:
+    def over(ours: Ours) -> dict[str, timing.Ratio]:
+        rivals = (peer.name for peer in _rivals(ours))
+        return {name: timing.ratio(seconds[name], seconds[ours.name]) for name in rivals}
+
+    return {ours.name: over(ours) for ours in OURS}
+
+
+def _step_table(found: Measured, parameters: int) -> Table:
+    rows = []
+    for name, samples in found.seconds.items():
+        one, moved = timing.summarize(samples), found.moved[name]
+        rate = moved * parameters / one.median / 1e9
+        rows.append((name, one.text(), f"{moved:.1f}", f"{rate:.1f}"))
+    columns = ("arm", "ms", f"bytes per parameter (ideal {IDEAL})", "GB/s")
+    return Table("Step", columns, rows)
+
+
+def _ratio_table(ratios: Ratios) -> Table:
+    rows = [
+        (name, base, str(value), f"{value.of_medians:.2f}x")
+        for name, group in ratios.items()
+        for base, value in group.items()
+    ]
+    return Table("How many times faster", ("", "than", "", "of medians"), rows)
+
+
+def _bytes_table(found: Measured) -> Table:
+    rows = [(name, f"{moved:.1f}", found.reasons[name]) for name, moved in found.moved.items()]
+    return Table("Bytes per parameter", ("arm", "bytes", "sum"), rows)
+
+
+def _start_table(starts: dict[str, float]) -> Table:
+    rows = [(name, f"{value:.1f}") for name, value in starts.items()]
+    return Table("Compile time", ("arm", "cold, s"), rows)
+
+
+def _verdicts(ratios: Ratios, found: Measured, device: torch.device) -> Claims:
+    target = OVER_SCALED[device.type]
+    for ours in OURS:
+        fair = [p.name for p in _rivals(ours) if p.scaled and p.cast == ours.low]
+        fastest = min(fair, key=lambda name: timing.summarize(found.seconds[name]).median)
+        times = ratios[ours.name][fastest].paired
+        claim = f"{ours.name} at least {target}x faster than {fastest}: {times:.2f}x"
+        yield claim, times >= target
+    for ours in OURS:
+        if ours.low:
+            moved = found.moved[ours.name]
+            claim = f"{ours.name} moves {moved:.1f} bytes per parameter, ideal {IDEAL}"
+            yield claim, round(moved, 1) <= IDEAL
