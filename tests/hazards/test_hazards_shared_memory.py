@@ -1,18 +1,27 @@
 """Parameters that share their memory with something else, which writes to it: the next forward of
 an O2 model reads the new weights, as in plain PyTorch. Each row gives a writer of all of them.
+
+And parameters whose contents torch exchanges: `swap_tensors`, and what calls it. Torch does so only
+for a tensor without a weak reference, so a compile and a training leave none. (Of the parameters of
+an optimizer that Dynamo traces, in a whole step, it keeps one itself.)
 """
 
+from __future__ import annotations
+
 import copy
-from collections.abc import Callable
+import gc
+import io
+import weakref
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from compare import COMBINED
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-from mpcompile import MPOptimizer, mpcompile
+from mpcompile import LossScale, MPOptimizer, loss_scale_of, mpcompile
 from mpcompile.scaling.copies import MasterWeight, copies_of
 
 Write = Callable[[], None]
@@ -149,3 +158,148 @@ def test_a_copy_is_cast_once_a_step_where_nothing_is_shared() -> None:
         assert isinstance(p, MasterWeight)
         (working,) = copies_of(p).values()
         assert not working.is_stale(p)
+
+
+LOW = [torch.float16, torch.bfloat16]
+LEVELS = ["O1", "O2"]
+
+
+def network(seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Linear(16, 4))
+
+
+def loaded(net: nn.Module) -> None:
+    net.load_state_dict(network(1).state_dict())
+
+
+def converted(net: nn.Module) -> None:
+    net.double().float()
+
+
+def by_hand(net: nn.Module) -> None:
+    for p, q in zip(net.parameters(), network(1).parameters(), strict=True):
+        if torch.__future__.get_swap_module_params_on_conversion():
+            torch.utils.swap_tensors(p, q)
+        else:
+            p.data.copy_(q)
+
+
+@pytest.fixture
+def swaps() -> Iterator[Callable[[bool], None]]:
+    yield torch.__future__.set_swap_module_params_on_conversion
+    torch.__future__.set_swap_module_params_on_conversion(False)
+
+
+def trained(
+    level: str, low: torch.dtype, masters: bool, change: Callable[[nn.Module], None]
+) -> tuple[list[Tensor], int]:
+    """Losses and parameters after six steps, of which the fifth overflows, and the steps skipped;
+    `change` is called of the model before the third.
+    """
+    torch._dynamo.reset()
+    net = network()
+    model = mpcompile(net, level=level, dtype=low, emit="aot_eager")
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    if masters:
+        optimizer = MPOptimizer(optimizer)
+    x, losses = torch.randn(8, 16), []
+    for step in range(6):
+        if step == 2:
+            change(net)
+        loss = model(x * (1e6 if step == 4 else 1)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return [*losses, *(p.detach() for p in net.parameters())], loss_scale_of(model).skipped_steps
+
+
+@pytest.mark.parametrize("change", [loaded, converted, by_hand])
+@pytest.mark.parametrize("masters", [False, True], ids=["plain", "masters"])
+@pytest.mark.parametrize("low", LOW)
+@pytest.mark.parametrize("level", LEVELS)
+def test_a_training_goes_on_as_after_a_copy(
+    level: str, low: torch.dtype, masters: bool, change: Callable[[nn.Module], None],
+    swaps: Callable[[bool], None],
+) -> None:  # fmt: skip
+    swaps(False)
+    wanted, skipped = trained(level, low, masters, change)
+    swaps(True)
+    found, also_skipped = trained(level, low, masters, change)
+    # Without its MPOptimizer's copies, a weight's update is rounded once less.
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6, equal_nan=True)
+    assert skipped == also_skipped == (low == torch.float16)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_an_mp_optimizer_and_its_scale_stay(level: str, swaps: Callable[[bool], None]) -> None:
+    scale, net = LossScale.static(64.0), network()
+    model = mpcompile(net, level=level, dtype=torch.float16, emit="aot_eager")
+    optimizer = MPOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), loss_scale=scale)
+    swaps(True)
+    for factor in (1.0, 1e9):
+        model(torch.randn(8, 16) * factor).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        loaded(net)
+        assert loss_scale_of(model) is scale
+    assert scale.skipped_steps == 1
+
+
+def test_another_leaf_goes_at_once() -> None:
+    """Such as an embedding's output, which PEFT lets require a gradient in each call."""
+    model = mpcompile(network(), dtype=torch.float16, emit="aot_eager")
+    for _ in range(3):
+        x = torch.randn(8, 16, requires_grad=True)
+        model(x).mean().backward()
+        alive = weakref.ref(x)
+        gc.disable()
+        try:
+            del x
+            assert alive() is None
+        finally:
+            gc.enable()
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_an_overflow_before_a_swap_is_skipped(level: str, swaps: Callable[[bool], None]) -> None:
+    net = network()
+    model = mpcompile(net, level=level, dtype=torch.float16, emit="aot_eager")
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    swaps(True)
+    for step in range(3):
+        model(torch.randn(8, 16) * (1e6 if step == 1 else 1)).square().mean().backward()
+        if step == 1:
+            converted(net)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert all(bool(p.isfinite().all()) for p in net.parameters())
+    assert loss_scale_of(model).skipped_steps == 1
+
+
+@pytest.mark.parametrize("emit", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("low", LOW)
+def test_no_weak_reference_is_left(low: torch.dtype, emit: str) -> None:
+    net = network()
+    model = mpcompile(net, level="O2", dtype=low, emit=emit)
+    optimizer = MPOptimizer(torch.optim.AdamW(net.parameters(), fused=True))
+    for _ in range(3):
+        model(torch.randn(8, 16)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    with torch.no_grad():
+        model(torch.randn(8, 16))
+    assert [name for name, p in net.named_parameters() if weakref.getweakrefs(p)] == []
+
+
+def test_what_stands_on_a_parameter_stays_at_home() -> None:
+    net = network()
+    mpcompile(net, dtype=torch.float16, emit="aot_eager")(torch.randn(8, 16)).sum().backward()
+    parameter = net[0].weight
+    assert vars(parameter)
+    assert not vars(copy.deepcopy(parameter))
+    file = io.BytesIO()
+    torch.save(parameter, file)
+    file.seek(0)
+    torch.testing.assert_close(torch.load(file, weights_only=True), parameter)

@@ -1,4 +1,6 @@
-"""Optimizers people write themselves: what is compiled, and what is refused in which words."""
+"""Optimizers people write themselves: what is compiled, and what is refused in which words; and of
+those that have a `train()` and an `eval()`, that an MPOptimizer hands them on.
+"""
 
 import functools
 from typing import Any

@@ -9,22 +9,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ddp_training import CLOSE, Case, check_same, flat, held, sgd
-from ddp_training import train as train_like_one
+from ddp_training import OVERFLOW, Case, check_same, flat, sgd, train
 from low_gradients import Net
 from ranks import join, on_each_rank
-from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
-from mpcompile import (
-    LossScale,
-    MPCompileError,
-    MPOptimizer,
-    compiled_plans,
-    loss_scale_of,
-    mpcompile,
-)
+from mpcompile import MPCompileError, compiled_plans, loss_scale_of, mpcompile
 from mpcompile.ranks import ddp
 from mpcompile.scaling.copies import copies_of
 
@@ -34,53 +25,14 @@ pytestmark = [
 ]
 
 
-OVERFLOW = 2  # the step at which a gradient of the first rank overflows
+FP16, BF16 = torch.float16, torch.bfloat16
 
 
-def train(rank: int, ranks: int, order: str, dtype: torch.dtype) -> None:
-    """Some steps beside a plain FP32 model that sees the data of all ranks."""
-    torch.manual_seed(0)
-    net = Net()
-    reference = copy.deepcopy(net)
-    scale = LossScale.dynamic(init_scale=2.0**10) if dtype is torch.float16 else "dynamic"
-    options: dict[str, Any] = {"dtype": dtype, "emit": "eager", "strict": True}
-    options |= {"level": "O2", "loss_scale": scale}
-
-    def held() -> MPOptimizer:
-        return MPOptimizer(sgd(net), emit="eager")
-
-    if order == "used before":
-        mpcompile(net, **options)
-        optimizer = held()
-        net(torch.randn(4, 8)).mean().backward()  # low gradients, in the dtype they are stored in
-        model: nn.Module = DistributedDataParallel(net)
-    elif order == "mpcompile(DDP), optimizer first":
-        optimizer = held()
-        model = mpcompile(DistributedDataParallel(net), **options)
-    elif order == "mpcompile(DDP)":
-        model = mpcompile(DistributedDataParallel(net), **options)
-        optimizer = held()
-    else:
-        optimizer = held()
-        model = DistributedDataParallel(mpcompile(net, **options))
-    plain = sgd(reference)
-    data = torch.randn(4, ranks, 4, 8, generator=torch.Generator().manual_seed(1))
-    for step, xs in enumerate(data):
-        overflows = step == OVERFLOW and dtype is torch.float16
-        optimizer.zero_grad()
-        factor = 1e30 if overflows and rank == 0 else 1.0
-        (model(xs[rank]).square().mean() * factor).backward()
-        optimizer.step()
-        assert bool(optimizer.skipped) == overflows, f"rank {rank}, step {step}"
-        if not overflows:
-            plain.zero_grad()
-            sum(reference(x).square().mean() for x in xs).div(ranks).backward()  # type: ignore[union-attr]
-            plain.step()
-    if isinstance(scale, LossScale):
-        assert scale.value == 2.0**9
-    assert len([k for p in net.parameters() for k in copies_of(p)]) == 4
-    check_same(net)
-    assert (flat(net) - flat(reference)).norm() <= 1e-2 * flat(reference).norm()
+def train_copies(rank: int, ranks: int, order: str, dtype: torch.dtype) -> None:
+    """In FP16 with an overflow. Each weight and bias of the two layers has one copy after it."""
+    case = Case(order=order, dtype=dtype, overflows=dtype is FP16)
+    compiled = train(rank, ranks, case)
+    assert len([k for p in compiled.parameters() for k in copies_of(p)]) == 4
 
 
 ORDERS = ["DDP(mpcompile)", "mpcompile(DDP)", "mpcompile(DDP), optimizer first", "used before"]
@@ -89,10 +41,9 @@ ORDERS = ["DDP(mpcompile)", "mpcompile(DDP)", "mpcompile(DDP), optimizer first",
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
 def test_one_process_trains_as_in_fp32(order: str, dtype: torch.dtype, group: None) -> None:
-    train(0, 1, order, dtype)
+    train_copies(0, 1, order, dtype)
 
 
-FP16, BF16 = torch.float16, torch.bfloat16
 CASES = [
     Case(level="O1", ours=False),
     Case("sequential", "mpcompile(DDP)", "O1"),
@@ -111,10 +62,10 @@ CASES = [
 
 def _two(rank: int) -> None:
     for order in ("DDP(mpcompile)", "mpcompile(DDP)"):
-        train(rank, 2, order, FP16)
+        train_copies(rank, 2, order, FP16)
     _train_parts(rank)
     for case in CASES:
-        compiled = train_like_one(rank, 2, case)
+        compiled = train(rank, 2, case)
         plans = compiled_plans(compiled)
         assert not any(plan.left for plan in plans)
         assert sum(plan.counts().get("LOW", 0) for plan in plans) >= 2, case
@@ -129,8 +80,8 @@ def test_two_processes_train_as_one() -> None:
 
 
 def _four(rank: int) -> None:
-    train_like_one(rank, 4, Case("sequential", "mpcompile(DDP)"))
-    train_like_one(rank, 4, Case(level="O1", ours=False))
+    train(rank, 4, Case("sequential", "mpcompile(DDP)"))
+    train(rank, 4, Case(level="O1", ours=False))
 
 
 @pytest.mark.slow("trains on ranks")
@@ -173,7 +124,7 @@ HOOKS: dict[str, Any] = {
     "bf16": bf16,
     "builtin": dist.BuiltinCommHookType.FP16_COMPRESS,
 }
-# How far the gradients may be off that a hook has rounded, as a part of themselves.
+# How far the parameters may be off after a hook's rounding, as a part of how far they have moved.
 NEAR = {"fp16": 2.0**-9, "builtin": 2.0**-9, "bf16": 2.0**-6}
 
 
@@ -187,38 +138,11 @@ def _hooks_of_torch(rank: int) -> None:
         ("bf16", BF16, "O1", False),
         ("bf16", BF16, "O2", True),
     ):
-        torch.manual_seed(0)
-        torch._dynamo.reset()
-        net = Net()
-        reference = copy.deepcopy(net)
-        scale = LossScale.dynamic(init_scale=2.0**10) if dtype is FP16 else "none"
-        mpcompile(net, dtype=dtype, level=level, emit="eager", loss_scale=scale)
-        model = DistributedDataParallel(net)
-        if name == "builtin":
-            model._register_builtin_comm_hook(HOOKS[name])
-        else:
-            model.register_comm_hook(None, HOOKS[name])
-        optimizer = held(sgd(net), ours)
-        plain = sgd(reference)
-        for step in range(4):
-            xs = torch.randn(2, 4, 8, generator=torch.Generator().manual_seed(step))
-            overflows = step == OVERFLOW and dtype is FP16
-            factor = 1e30 if overflows and rank == 0 else 1.0
-            optimizer.zero_grad()
-            (model(xs[rank]).square().mean() * factor).backward()
-            before = flat(net)
-            optimizer.step()
-            assert torch.equal(before, flat(net)) == overflows, (name, level, step)
-            if not overflows:
-                plain.zero_grad()
-                reference(xs.flatten(0, 1)).square().mean().backward()
-                plain.step()
-        check_same(net)
-        if dtype is FP16:
-            check_same(loss_scale_of(net).state_dict())
-            assert (loss_scale_of(net).value, loss_scale_of(net).skipped_steps) == (2.0**9, 1)
-        near = max(NEAR[name], CLOSE[dtype])
-        assert (flat(net) - flat(reference)).norm() <= near * flat(reference).norm()
+        case = Case(
+            "own", "DDP(mpcompile)", level, dtype, ours,
+            overflows=dtype is FP16, hook=HOOKS[name], near=NEAR[name],
+        )  # fmt: skip
+        train(rank, 2, case)
 
 
 @pytest.mark.slow("trains on ranks")

@@ -14,6 +14,7 @@ from torch import nn
 
 from mpcompile import MPOptimizer, compiled_plans, loss_scale_of
 from mpcompile.compiler import graph_function
+from mpcompile.ir.scale import INIT_SCALE
 from mpcompile.lower.joint import JointPasses, joint_passes
 
 if not dist.is_available():
@@ -101,10 +102,14 @@ def test_casts_of_shards_are_not_kept() -> None:
     on_each_rank(_keeps_no_casts)
 
 
+def ours(model: nn.Module) -> torch.optim.Optimizer:
+    return MPOptimizer(sgd(model), emit="eager")
+
+
 def _clipped_by_value(rank: int) -> None:
     """Clipping by value makes an infinite gradient an ordinary one before the step looks."""
-    for level in ("O1", "O2"):
-        run = Training(options={"level": level})
+    for level, optimizing in itertools.product(("O1", "O2"), (sgd, ours)):
+        run = Training(options={"level": level}, optimizing=optimizing)
         run.step()
         before = [p.detach().clone() for p in run.model.parameters()]
         run.backward(run.batches(), OVERFLOW if rank == 1 else 1.0)
@@ -171,6 +176,23 @@ def _searched(rank: int) -> None:
             run.overflow([1])
 
 
+def _searched_in_a_closure(rank: int) -> None:
+    """The forward that searches for the scale runs inside of the step; another fits each rank."""
+    run = Training(options={"level": "O1", "loss_scale": "dynamic"}, optimizing=ours)
+
+    def closure() -> torch.Tensor:
+        run.optimizer.zero_grad()
+        loss: torch.Tensor = run.model(torch.ones(4, 8)).square().mean()
+        loss = loss * (1e6 if rank == 0 else 1.0)
+        loss.backward()
+        return loss
+
+    run.optimizer.step(closure)
+    scale = loss_scale_of(run.model).value
+    assert everyones(scale) == [scale] * 2
+    assert scale < INIT_SCALE  # rank 1 alone would have started there
+
+
 def _generated(rank: int) -> None:
     """MPOptimizer's compiled step over the shards, which clips by the norm over all ranks."""
     for level in ("O1", "O2"):
@@ -193,8 +215,12 @@ def _generated(rank: int) -> None:
 
 
 def _in_turn(rank: int) -> None:
-    for check in (_clipped_by_value, _thrown_away, _accumulated, _searched, _generated):
-        check(rank)
+    _clipped_by_value(rank)
+    _thrown_away(rank)
+    _accumulated(rank)
+    _searched(rank)
+    _searched_in_a_closure(rank)
+    _generated(rank)
 
 
 @pytest.mark.slow("trains on ranks")
@@ -218,18 +244,14 @@ def test_four_ranks_some_of_whose_shards_are_padded() -> None:
 
 def _reduced_low(rank: int) -> None:
     """`MixedPrecisionPolicy(reduce_dtype=...)`: FSDP gets unscaled gradients, and rounds them."""
-    for low, level, dtype, ours in (
-        (torch.float16, "O1", torch.float16, False),
-        (torch.float16, "O2", torch.float16, True),
-        (torch.bfloat16, "O1", torch.float16, True),
-        (torch.bfloat16, "O2", torch.float16, False),
-        (torch.bfloat16, "O1", torch.bfloat16, False),
-        (torch.bfloat16, "O2", torch.bfloat16, True),
+    for low, level, dtype, optimizing in (
+        (torch.float16, "O1", torch.float16, sgd),
+        (torch.float16, "O2", torch.float16, ours),
+        (torch.bfloat16, "O1", torch.float16, ours),
+        (torch.bfloat16, "O2", torch.float16, sgd),
+        (torch.bfloat16, "O1", torch.bfloat16, sgd),
+        (torch.bfloat16, "O2", torch.bfloat16, ours),
     ):
-
-        def optimizing(model: nn.Module, ours: bool = ours) -> torch.optim.Optimizer:
-            return MPOptimizer(sgd(model), emit="eager") if ours else sgd(model)
-
         run = Training(
             options={"level": level, "dtype": dtype},
             sharding={"mp_policy": MixedPrecisionPolicy(reduce_dtype=low)},

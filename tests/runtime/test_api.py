@@ -182,11 +182,6 @@ def test_others_words_for_dtype_lead_to_it_everywhere(option: str) -> None:
         explain(Net(), torch.randn(2, 8), **{option: "bf16"})
 
 
-def test_a_model_on_a_device_that_is_not_supported() -> None:
-    with pytest.raises(MPCompileError, match="supported devices: cuda, cpu"):
-        mpcompile(nn.Linear(4, 4, device="meta"))
-
-
 def test_what_found_no_place_is_said() -> None:
     model = mpcompile(Net(), emit="eager", fuse_head=True)
     with torch.no_grad():

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from module_of import module_of
 from torch import nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
+from weight_writes import WRITES, in_place
 
 from mpcompile import MPOptimizer, compiled_plans, mpcompile
 from mpcompile.scaling import kept_copies, parameters
@@ -98,53 +99,11 @@ def test_both_modes_without_grad_share_the_copies() -> None:
 # -- what changes a weight -------------------------------------------------------------------------
 
 
-def in_place(model: nn.Module) -> None:
-    with torch.no_grad():
-        for p in model.parameters():
-            p.mul_(0.5)
-
-
-def by_an_optimizer(model: nn.Module) -> None:
-    for p in model.parameters():
-        p.grad = torch.ones_like(p)
-    torch.optim.SGD(model.parameters(), lr=0.1).step()
-
-
-def new_data(model: nn.Module) -> None:
-    for p in model.parameters():
-        p.data = p.data * 0.5
-
-
-def data_there_and_back(model: nn.Module) -> None:
-    """The last memory may be the first again."""
-    for p in model.parameters():
-        p.data = p.data.double()
-        p.data = (p.data * 0.5).float()
-
-
-WRITES: dict[str, Write] = {
-    "in place": in_place,
-    "load_state_dict": lambda m: m.load_state_dict(copy.deepcopy(net().double()).state_dict()),
-    "assigned": lambda m: m.load_state_dict(
-        {k: v * 0.5 for k, v in m.state_dict().items()}, assign=True
-    ),
-    "an optimizer": by_an_optimizer,
-    "through .data": lambda m: [p.data.mul_(0.5) for p in m.parameters()],
-    "new .data": new_data,
-    ".data there and back": data_there_and_back,
-    "an EMA's copy": lambda m: [p.data.copy_(p.data.clone() * 0.5) for p in m.parameters()],
-    "a vector": lambda m: vector_to_parameters(
-        parameters_to_vector(m.parameters()) * 0.5, m.parameters()
-    ),
-    "the state's tensors": lambda m: [v.mul_(0.5) for v in m.state_dict().values()],
-    "through .data of the state's": lambda m: [v.data.mul_(0.5) for v in m.state_dict().values()],
-    "a new module": lambda m: setattr(m, "3", nn.Linear(32, 8)),
-    "an initialiser": lambda m: [nn.init.constant_(p, 0.25) for p in m.parameters()],
-}
+HERE: dict[str, Write] = {**WRITES, "a new module": lambda m: setattr(m, "3", nn.Linear(32, 8))}
 
 
 @pytest.mark.slow_rows("compiles several models")
-@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("write", HERE)
 def test_a_write_is_noticed(write: str) -> None:
     model = compiled()
     model(batch())  # it is trained, too
@@ -153,7 +112,7 @@ def test_a_write_is_noticed(write: str) -> None:
         in_place(model)  # so that loading the first weights is a change as well
         assert not torch.equal(model(batch()), before)
         last = model(batch()).clone()
-    WRITES[write](model)
+    HERE[write](model)
     with torch.no_grad():
         found = model(batch()).clone()
         again = model(batch())

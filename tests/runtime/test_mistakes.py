@@ -140,10 +140,11 @@ MISTAKES: dict[str, tuple[Mistake, str]] = {
     "half": (lambda: mpcompile(Net().half()), "already in half precision"),
     "other half": (
         lambda: mpcompile(Net().bfloat16(), dtype="fp16"),
-        "stored in bfloat16, and the low dtype is float16. Weights in half precision are read as "
-        "they are: compile with dtype='bfloat16'",
+        "is stored in bfloat16, and the low dtype is float16. Weights in half precision are read "
+        "as they are: compile with dtype='bfloat16'",
     ),
     "double": (lambda: mpcompile(Net().double()), "call model.float() first"),
+    "meta": (lambda: mpcompile(nn.Linear(4, 4, device="meta")), "supported devices: cuda, cpu"),
     "complex": (lambda: mpcompile(nn.Linear(4, 4, dtype=torch.complex64)), "nothing to do in FP16"),
     "options of ours": (
         lambda: mpcompile(Net(), options={"level": "O2"}),
@@ -153,13 +154,13 @@ MISTAKES: dict[str, tuple[Mistake, str]] = {
         lambda: mpcompile(Net(), options={"max_autotunee": True}),
         "Unexpected optimization option max_autotunee; did you mean 'max_autotune'?",
     ),
-    "options as a list": (
-        lambda: mpcompile(Net(), options=["max_autotune"]),
-        "give a dict of Inductor's options",
-    ),
-    "a mode without Inductor": (
+    "mode without Inductor": (
         lambda: mpcompile(Net(), mode="max-autotune", emit="eager"),
         "mode='max-autotune' is Inductor's",
+    ),
+    "options in a list": (
+        lambda: mpcompile(Net(), options=["max_autotune"]),
+        "give a dict of Inductor's options",
     ),
     # policies
     "near": (modules("fc_1"), "'fc_1' matches no module; did you mean 'fc1'?; the modules of Net:"),

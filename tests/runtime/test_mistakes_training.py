@@ -69,19 +69,6 @@ def autocast_forward() -> None:
     mpcompile(model, **EAGER)(batch()[0])
 
 
-def sparse() -> None:
-    model = mpcompile(nn.Embedding(10, 4, sparse=True), **EAGER)
-    optimizer = generated(model)
-    model(torch.tensor([1, 2])).sum().backward()
-    optimizer.step()
-
-
-def penalty() -> None:
-    x = batch()[0].requires_grad_()
-    (gradient,) = torch.autograd.grad(mpcompile(Net(), **EAGER)(x).sum(), x, create_graph=True)
-    gradient.square().sum().backward()
-
-
 def of_a_copy() -> None:
     model = mpcompile(Net(), **EAGER)
     mp.compiled_plans(copy.deepcopy(model))
@@ -108,8 +95,6 @@ REFUSED: dict[str, tuple[Loop, str]] = {
         "is on meta; supported devices: cuda, cpu. It was moved there after mpcompile()",
     ),
     "forward": (autocast_forward, "was replaced by one under autocast(torch.bfloat16)"),
-    "sparse": (sparse, "make it dense (nn.Embedding(sparse=False)), or use the plain torch.optim"),
-    "double backward": (penalty, "inside of what is compiled"),
     "inference mode": (made_in_inference_mode, "make it outside, or load its state_dict()"),
     "TorchScript": (traced, "TorchScript can't be captured; give the model or the function that"),
     "copy": (of_a_copy, "or is a copy of one that was. (Of a training step, ask the step"),
@@ -202,19 +187,6 @@ def whole(**options: Any) -> Any:
     stepped(*batch())
 
 
-def never_called() -> None:
-    model = mpcompile(Net(), **EAGER)
-    F.cross_entropy(model.forward(batch()[0]), batch()[1]).backward()
-    sgd(model).step()
-
-
-def scaled_twice() -> None:
-    model = mpcompile(Net(), **EAGER)
-    optimizer, scaler = sgd(model), torch.amp.GradScaler("cpu")
-    scaler.scale(loss_of(model)).backward()  # type: ignore[no-untyped-call]
-    scaler.step(optimizer)
-
-
 def function_with(**policy: Any) -> Loop:
     model = Net()
     compiled = mpcompile(lambda x: model(x), policy=Policy(**policy), **EAGER)
@@ -228,8 +200,6 @@ SAID: dict[str, tuple[Loop, str]] = {
     "generated": (stepped_first(generated), f"this step of MPOptimizer {NO_GRADIENT}"),
     "another model": (of_another_model, "are these the parameters of another model?"),
     "step first in a whole step": (whole, f"this step of SGD {NO_GRADIENT}"),
-    "forward": (never_called, "Net was compiled but never called, yet SGD updates its parameters"),
-    "scaler": (scaled_twice, "Leave the GradScaler out: loss.backward(), optimizer.step()"),
     "modules": (
         function_with(modules={"fcX": "fp32"}),
         "Policy(modules=...): 'fcX' matches no module; did you mean 'fc",

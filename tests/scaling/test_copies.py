@@ -1,18 +1,17 @@
-"""O2's working copies: what a forward reads, when a model gets and loses them, and what its owner
+"""O2's working copies: what a forward reads; when a model gets and loses them, and what its owner
 sees of them.
 """
 
 import copy
 import gc
 import pickle
-from collections.abc import Callable
 
 import pytest
 import torch
 import torch.nn.functional as F
-from copied_models import HALVES, Net, Tied, one_step, trained
-from low_gradients import check, loss
+from low_gradients import HALVES, Net, Tied, check_against_fp64, loss, one_step, trained
 from torch import nn
+from weight_writes import WRITES
 
 from mpcompile import MPOptimizer, mpcompile
 from mpcompile.demo import GPT, GPTConfig
@@ -27,7 +26,8 @@ def without_copies(model: nn.Module, dtype: torch.dtype, x: torch.Tensor) -> tor
 
 @pytest.mark.parametrize("dtype", HALVES)
 def test_matrices_are_read_through_copies_and_norms_in_fp32(dtype: torch.dtype) -> None:
-    model, optimizer = trained(Net(), dtype)
+    model = Net()
+    optimizer = trained(model, dtype=dtype, lr=0.05)
     one_step(model, optimizer)
     for name, parameter in model.named_parameters():
         copies = copies_of(parameter)
@@ -44,88 +44,16 @@ def test_without_an_mpoptimizer_there_are_no_copies() -> None:
     assert all(p.grad is not None and p.grad.dtype is torch.float32 for p in model.parameters())
 
 
-def _load(model: nn.Module) -> None:
-    model.load_state_dict({k: torch.full_like(v, 0.3) for k, v in model.state_dict().items()})
-
-
-def _initialise(model: nn.Module) -> None:
-    nn.init.constant_(model.fc1.weight, 0.3)  # type: ignore[arg-type, union-attr]
-
-
-def _swap_averages(model: nn.Module) -> None:
-    with torch.no_grad():
-        torch._foreach_lerp_(
-            list(model.parameters()), [torch.ones_like(p) for p in model.parameters()], 0.5
-        )
-
-
-def _write_data(model: nn.Module) -> None:
-    for p in model.parameters():
-        p.data.clamp_(-0.01, 0.01)
-
-
-def _assign_data(model: nn.Module) -> None:
-    for p in model.parameters():
-        p.data = torch.full_like(p, 0.2)
-
-
-def _vector(model: nn.Module) -> None:
-    vector = nn.utils.parameters_to_vector(model.parameters())
-    nn.utils.vector_to_parameters(vector.detach() * 0.5, model.parameters())
-
-
-def _stepped(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    for p in model.parameters():
-        p.grad = None
-        p.grad_dtype = torch.float32
-        p.grad = torch.ones_like(p)
-    optimizer.step()
-    model.zero_grad()
-
-
-def _other_optimizer(model: nn.Module) -> None:
-    _stepped(model, torch.optim.SGD(model.parameters(), lr=0.1))
-
-
-def _other_optimizer_foreach(model: nn.Module) -> None:
-    _stepped(model, torch.optim.Adam(model.parameters(), lr=0.1, foreach=True))
-
-
-def _inference_mode(model: nn.Module) -> None:
-    with torch.inference_mode():
-        for p in model.parameters():
-            p.mul_(0.5)
-
-
-def _detached(model: nn.Module) -> None:
-    for p in model.parameters():
-        p.detach().mul_(0.5)
-
-
-def _to(model: nn.Module) -> None:
-    model.double()
-    model.float()
-    with torch.no_grad():
-        model.fc1.weight.mul_(2)  # type: ignore[operator, union-attr]
-
-
-CHANGES = [
-    _load, _initialise, _swap_averages, _write_data, _assign_data, _vector, _other_optimizer,
-    _other_optimizer_foreach, _inference_mode, _detached, _to,
-]  # fmt: skip
-
-
 @pytest.mark.slow_rows("trainings that overflow, against FP64")
-@pytest.mark.parametrize("change", CHANGES, ids=lambda f: f.__name__.strip("_"))
+@pytest.mark.parametrize("change", WRITES)
 @pytest.mark.parametrize("grad", [True, False], ids=["train", "no_grad"])
-def test_a_change_from_outside_is_read_by_the_next_forward(
-    change: Callable[[nn.Module], None], grad: bool
-) -> None:
-    model, optimizer = trained(Net(), torch.bfloat16)
+def test_a_change_from_outside_is_read_by_the_next_forward(change: str, grad: bool) -> None:
+    model = Net()
+    optimizer = trained(model, dtype=torch.bfloat16, lr=0.05)
     one_step(model, optimizer)
     x = torch.randn(4, 8)
     before = model(x)
-    change(model)
+    WRITES[change](model)
     with torch.set_grad_enabled(grad):
         after = model(x)
     assert torch.equal(after, without_copies(model, torch.bfloat16, x))
@@ -133,7 +61,8 @@ def test_a_change_from_outside_is_read_by_the_next_forward(
 
 
 def test_data_taken_earlier_and_written_later_is_seen() -> None:
-    model, optimizer = trained(Net(), torch.bfloat16)
+    model = Net()
+    optimizer = trained(model, dtype=torch.bfloat16, lr=0.05)
     one_step(model, optimizer)
     handles = [p.data for p in model.parameters()]
     x = torch.randn(4, 8)
@@ -144,9 +73,10 @@ def test_data_taken_earlier_and_written_later_is_seen() -> None:
 
 
 def test_the_step_leaves_the_copies_fresh() -> None:
-    model, optimizer = trained(Net())
-    for seed in range(3):
-        one_step(model, optimizer, seed)
+    model = Net()
+    optimizer = trained(model, lr=0.05)
+    for rows in range(4, 7):
+        one_step(model, optimizer, rows)
         kept = copies_of(model.fc1.weight)[torch.float16]  # type: ignore[arg-type, union-attr]
         with torch.no_grad():
             kept.tensor.add_(1)  # a forward that cast again would undo this
@@ -160,7 +90,7 @@ def test_tied_weights_have_one_copy_and_a_true_fp32_gradient() -> None:
     reference = Tied().double()
     model = Tied()
     model.load_state_dict(reference.state_dict())
-    model, optimizer = trained(model)
+    optimizer = trained(model, lr=0.05)
     tokens = torch.randint(0, 20, (6, 5))
     for net in (model, reference):
         F.cross_entropy(net(tokens).flatten(0, 1), tokens.flatten()).backward()
@@ -179,9 +109,9 @@ class Named(nn.Parameter):
 
 def test_a_parameter_of_another_class_is_never_read_stale() -> None:
     """It keeps its class, which doesn't note writes through `.data`: so each forward casts it."""
-    net = Net()
-    net.fc1.weight = Named(net.fc1.weight.detach().clone())  # type: ignore[union-attr]
-    model, optimizer = trained(net, torch.float16)
+    model = Net()
+    model.fc1.weight = Named(model.fc1.weight.detach().clone())  # type: ignore[union-attr]
+    optimizer = trained(model, lr=0.05)
     x = torch.randn(4, 8)
     for _ in range(2):
         one_step(model, optimizer)
@@ -231,14 +161,12 @@ def test_an_optimizer_made_after_the_first_forward_is_noticed() -> None:
 
 @pytest.mark.slow("trainings that overflow, against FP64")
 def test_without_its_optimizer_a_model_gives_true_gradients_again() -> None:
-    model, optimizer = trained(Net())
+    model = Net()
+    optimizer = trained(model, lr=0.05)
     one_step(model, optimizer)
     del optimizer
     gc.collect()
-    reference = copy.deepcopy(model).double()
-    for net in (model, reference):
-        loss(net).backward()
-    assert check(model, reference) == []
+    assert check_against_fp64(model, lambda net: loss(net).backward()) == []
     torch.optim.AdamW(model.parameters()).step()
 
 
@@ -302,7 +230,8 @@ def test_a_pickled_module_is_a_plain_one() -> None:
 
 
 def test_the_module_stays_what_it_was() -> None:
-    model, optimizer = trained(Net())
+    model = Net()
+    optimizer = trained(model, lr=0.05)
     one_step(model, optimizer)
     state = model.state_dict()
     assert list(state) == list(Net().state_dict())

@@ -109,21 +109,6 @@ def penalty(net: nn.Module, _: Optimizer) -> None:
     (loss(net, 5) + _weight(net).square().sum()).backward()
 
 
-def penalty_first(net: nn.Module, _: Optimizer) -> None:
-    _weight(net).square().sum().backward()
-    loss(net).backward()
-
-
-def penalty_between(net: nn.Module, _: Optimizer) -> None:
-    for part in (loss(net), _weight(net).square().sum(), loss(net, 5)):
-        part.backward()
-
-
-def called_twice(net: nn.Module, _: Optimizer) -> None:
-    x = inputs(net)
-    (net(x) * net(x + 1)).mean().backward()
-
-
 def hook(net: nn.Module, _: Optimizer) -> Any:
     seen: list[torch.Tensor] = []
     loss(net).backward()
@@ -150,8 +135,7 @@ def autograd_grad(net: nn.Module, _: Optimizer) -> Any:
 
 LOOPS: list[Loop] = [
     clamp_data, add_noise_to_data, write_by_numpy, fisher, preallocate, surgery, sign, clip_norm,
-    clip_value, halve, penalty, penalty_first, penalty_between, called_twice, hook, accumulated,
-    autograd_grad,
+    clip_value, halve, penalty, hook, accumulated, autograd_grad,
 ]  # fmt: skip
 
 
@@ -177,35 +161,6 @@ def test_gradients_and_the_step(loop: Loop, dtype: torch.dtype) -> None:
     moved = zip(model.parameters(), reference.parameters(), start, strict=True)
     for name, (p, q, before) in zip(dict(model.named_parameters()), moved, strict=True):
         assert (p.double() - q).norm() <= moves * (q - before).norm() + 1e-7, name
-
-
-class Broken(nn.Module):
-    """Two graphs that share a weight: the first reads it low, the second low or in FP32."""
-
-    def __init__(self, second: str) -> None:
-        super().__init__()
-        self.fc = nn.Linear(8, 8)
-        self.second = second
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.fc(x)
-        torch._dynamo.graph_break()
-        if self.second == "low":
-            return self.fc(y)
-        return y * self.fc.weight.softmax(-1).sum()
-
-
-@pytest.mark.parametrize("second", ["low", "full"])
-def test_two_graphs_that_share_a_weight(second: str) -> None:
-    model = Broken(second)
-    optimizer = trained(model, fullgraph=False)
-    for _ in range(2):
-        model.zero_grad()
-        reference = copy.deepcopy(model).double()
-        for net in (model, reference):
-            loss(net).backward()
-        check(model, reference, 2e-2)
-        optimizer.step()
 
 
 ZEROED: dict[str, Callable[[torch.optim.Optimizer, nn.Module], object]] = {

@@ -1,5 +1,5 @@
-"""A `LossScale` without a model: its settings, what is saved of it, and the rule that moves it, of
-numbers and traced into a graph, next to a model of it.
+"""A `LossScale` without a model: its settings, what is saved of it, and the rule that moves it: of
+numbers, next to a model of it; and its graph.
 """
 
 import dataclasses
@@ -124,10 +124,6 @@ def test_an_overflow_is_counted_once_whatever_else_is_skipped_for_it() -> None:
 # -- the rule --------------------------------------------------------------------------------------
 
 
-def start(rule: ScaleRule, scale: float) -> ScaleState:
-    return ScaleState(scale, overflows_left=rule.hysteresis)
-
-
 def moving(rule: ScaleRule) -> tuple[fx.GraphModule, list[Slot]]:
     """A step that decides nothing but how one loss scale moves, and its inputs."""
     config = StepConfig((), (), scales=(rule,))
@@ -138,39 +134,12 @@ def moving(rule: ScaleRule) -> tuple[fx.GraphModule, list[Slot]]:
     return gm, [*map(ir.slot_of, gm.graph.find_nodes(op="placeholder"))]
 
 
-@pytest.mark.slow("trainings that overflow, against FP64")
-@settings(max_examples=60, deadline=None, derandomize=True)
-@given(RULES, STARTS, STEPS)
-def test_the_traced_rule_moves_tensors_as_the_model_does(
-    rule: ScaleRule, scale: float, steps: list[tuple[bool, bool]]
-) -> None:
-    """Exactly, in FP32, INT64 and BOOL."""
-    gm, slots = moving(rule)
-    state = start(rule, scale)
-    tensors = {
-        Slot("scale", 0, name): torch.tensor(getattr(state, name), dtype=dtype)
-        for name, dtype in STATE_DTYPES.items()
-    }
-    model = Model(rule, scale, np.float32)
-    for overflow, first in steps:
-        given = {
-            Slot("scale", 0, "flag"): torch.tensor(int(overflow)),
-            Slot("scale", 0, "first"): torch.tensor(first),
-            SKIPPED: torch.tensor(False),
-        }
-        gm(*((tensors | given)[slot] for slot in slots))
-        model.step(overflow, first)
-        assert {name: tensors[Slot("scale", 0, name)].item() for name in STATE_DTYPES} == (
-            model.numbers()
-        )
-
-
 @settings(max_examples=200, deadline=None, derandomize=True)
 @given(RULES, STARTS, STEPS)
 def test_the_rule_moves_numbers_as_the_model_does(
     rule: ScaleRule, scale: float, steps: list[tuple[bool, bool]]
 ) -> None:
-    state = once = start(rule, scale)
+    state = once = ScaleState(scale, overflows_left=rule.hysteresis)
     model, plain = Model(rule, scale), Model(rule, scale)
     for overflow, first in steps:
         state = settled(rule, state, overflow, first)

@@ -11,10 +11,11 @@ from module_of import module_of
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from mpcompile import MPOptimizer, mpcompile
+from mpcompile import LossScale, MPOptimizer, loss_scale_of, mpcompile
 
 # How far the parameters may be off, as a part of how far they have moved: some roundings.
 CLOSE = {torch.float16: 2.0**-8, torch.bfloat16: 2.0**-5}
+OVERFLOW = 2  # the step at which a gradient of the first rank overflows
 
 
 def sequential() -> nn.Module:
@@ -59,10 +60,14 @@ class Case:
 
     Attributes:
         root: what DDP wraps: a module of one's own, or an nn.Sequential.
-        order: what is around what; "inside": the compiled module holds the DDP.
+        order: what is around what; "inside": the compiled module holds the DDP; "used before": as
+            "DDP(mpcompile)", after a backward without the DDP.
         ours: whether an MPOptimizer steps.
         engine: further arguments of DDP.
         splits: whether buckets are so small that Dynamo splits the graph at them.
+        overflows: whether a gradient of the first rank does, in one of the steps.
+        hook: a communication hook of DDP's.
+        near: how far off the hook's rounding may leave the parameters, if farther than `CLOSE`.
     """
 
     root: str = "own"
@@ -72,6 +77,9 @@ class Case:
     ours: bool = True
     engine: dict[str, Any] = field(default_factory=dict)
     splits: bool = False
+    overflows: bool = False
+    hook: Any = None
+    near: float = 0.0
 
 
 def made(case: Case) -> tuple[nn.Module, nn.Module, torch.optim.Optimizer, nn.Module]:
@@ -84,6 +92,8 @@ def made(case: Case) -> tuple[nn.Module, nn.Module, torch.optim.Optimizer, nn.Mo
         engine["bucket_cap_mb"] = 1e-4
     options: dict[str, Any] = {"dtype": case.dtype, "emit": "eager", "strict": True}
     options["level"] = case.level
+    if case.overflows:
+        options["loss_scale"] = LossScale.dynamic(init_scale=2.0**10)
     net: Any = Net() if case.root == "own" else sequential()
     if case.order == "inside":
         net = around(net)
@@ -94,13 +104,20 @@ def made(case: Case) -> tuple[nn.Module, nn.Module, torch.optim.Optimizer, nn.Mo
     if case.order == "inside":
         net.net = DDP(net.net, **engine)
         model = compiled = mpcompile(net, **options)
-    elif case.order == "DDP(mpcompile)":
+    elif case.order in ("DDP(mpcompile)", "used before"):
         compiled = mpcompile(net, **options)
+        if case.order == "used before":
+            optimizer = held(optimizer, case.ours)
+            net(torch.randn(4, 8)).mean().backward()  # low gradients, stored in their dtype
         model = DDP(compiled, **engine)
     else:
         model = compiled = mpcompile(DDP(net, **engine), **options)
     if not isinstance(optimizer, MPOptimizer):
         optimizer = held(optimizer, case.ours)
+    if isinstance(case.hook, dist.BuiltinCommHookType):
+        model._register_builtin_comm_hook(case.hook)  # type: ignore[operator]
+    elif case.hook is not None:
+        model.register_comm_hook(None, case.hook)  # type: ignore[operator]
     return model, compiled, optimizer, reference
 
 
@@ -109,17 +126,28 @@ def train(rank: int, ranks: int, case: Case, steps: int = 4) -> nn.Module:
     model, compiled, optimizer, reference = made(case)
     plain, start = sgd(reference), flat(reference)
     data = torch.randn(steps, ranks, 4, 8, generator=torch.Generator().manual_seed(1))
-    for xs in data:
+    for step, xs in enumerate(data):
+        overflows, before = case.overflows and step == OVERFLOW, flat(model)
         optimizer.zero_grad()
-        model(xs[rank]).square().mean().backward()
+        factor = 1e30 if overflows and rank == 0 else 1.0
+        (model(xs[rank]).square().mean() * factor).backward()
         assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {torch.float32}
         optimizer.step()
+        assert torch.equal(before, flat(model)) == overflows, f"{case}: rank {rank}, step {step}"
+        if isinstance(optimizer, MPOptimizer):
+            assert bool(optimizer.skipped) == overflows, f"{case}: rank {rank}, step {step}"
+        if overflows:
+            continue
         plain.zero_grad()
         loss = torch.stack([reference(x.double()).square().mean() for x in xs]).mean()
         loss.backward()
         plain.step()
     check_same(model)
+    if case.overflows:
+        scale = loss_scale_of(compiled)
+        check_same(scale.state_dict())
+        assert (scale.value, scale.skipped_steps) == (2.0**9, 1), case
     wanted = flat(reference)
     off, moved = (flat(model) - wanted).norm(), (wanted - start).norm()
-    assert off <= CLOSE[case.dtype] * moved, f"{case}: {off / moved}"
+    assert off <= max(case.near, CLOSE[case.dtype]) * moved, f"{case}: {off / moved}"
     return compiled

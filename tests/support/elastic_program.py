@@ -1,4 +1,4 @@
-"""What `tests/ranks/test_elastic.py` runs under torchrun: a training that is killed and goes on.
+"""A training that `tests/ranks/test_torchrun_examples.py` kills, and that goes on.
 
     torchrun ... tests/support/elastic_program.py FOLDER WAY
 
