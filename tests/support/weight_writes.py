@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
@@ -68,5 +69,10 @@ WRITES: dict[str, Callable[[nn.Module], object]] = {
         parameters_to_vector(m.parameters()).detach() * 0.5, m.parameters()
     ),
     "the state's tensors": lambda m: [v.mul_(0.5) for v in m.state_dict().values()],
+    "through .data of the state's": lambda m: [v.data.mul_(0.5) for v in m.state_dict().values()],
+    "through .data of a view": lambda m: [p.detach().view(-1).mul_(0.5) for p in m.parameters()],
+    "an array": lambda m: [
+        np.multiply(a, 0.5, out=a) for p in m.parameters() for a in [p.detach().numpy()]
+    ],
     "an initialiser": lambda m: [nn.init.constant_(p, 0.25) for p in m.parameters()],
 }
