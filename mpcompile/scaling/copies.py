@@ -13,10 +13,9 @@ another optimizer, an EMA that copies under no_grad. A write through `p.data` do
 nor does one through the `.data` of what `state_dict()` gives, by another tensor over the same
 memory (parameters that are parts of one flat buffer), or by another process. So a master's class is
 `MasterWeight`, an nn.Parameter that notes each access to its `.data` and each `detach()`. Its copy
-is then cast again before the next forward, and before each one while the tensor from there exists.
-Before each forward is cast again, too, the copy of a parameter that doesn't hold its memory alone,
-and of one that has a class of someone's own, which it keeps. (Writes through a view of the tensor
-from `.data` that outlives it go unnoticed.)
+is then cast again before the next forward, and before each one while the tensor from there exists,
+and before the first after that. So is the copy of a parameter that doesn't hold its memory alone,
+and of one that has a class of someone's own, which it keeps.
 """
 
 from __future__ import annotations
@@ -123,6 +122,7 @@ class WorkingCopy:
         self.is_padded = self.stored.shape != self.tensor.shape
         self.awaited = self.lent = 0
         self._shared = False  # whether another process may write to the master
+        self._was_open = False  # whether something could when the copy was written
         self._seen: tuple[int, int, int] | None = None
 
     def is_stale(self, master: torch.Tensor) -> bool:
@@ -142,11 +142,15 @@ class WorkingCopy:
 
     def _is_exposed(self, master: torch.Tensor) -> bool:
         """Whether something may have written to the master without its version's saying so."""
+        accessed = self._seen is not None and self._seen[2] != _accesses(master)
+        # Who could write then may have done so since, and be gone.
+        return self._was_open or accessed or self._is_open(master)
+
+    def _is_open(self, master: torch.Tensor) -> bool:
+        """Whether something that exists now may write to the master like that."""
         if not isinstance(master, MasterWeight) or MasterWeight.is_exposed(master):
             return True
-        if self._shared or holders_beside(master) > self.lent:
-            return True
-        return self._seen is not None and self._seen[2] != _accesses(master)
+        return self._shared or holders_beside(master) > self.lent
 
     def _holds(self, master: torch.Tensor) -> bool:
         """Whether the copy holds the master's current values; waits for the device."""
@@ -171,7 +175,7 @@ class WorkingCopy:
         if self._seen is None or self._seen[0] != seen[0]:
             memory = master.untyped_storage()
             self._shared = capabilities(master.device).is_shared(memory)
-        self._seen = seen
+        self._seen, self._was_open = seen, self._is_open(master)
 
     def give_back(self, lent: int) -> None:
         """Note that so many tensors over the master's memory are no more."""

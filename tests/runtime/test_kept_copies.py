@@ -13,7 +13,7 @@ import torch.distributed as dist
 from module_of import module_of
 from torch import nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
-from weight_writes import WRITES, in_place
+from weight_writes import HANDLES, WRITES, in_place
 
 from mpcompile import MPOptimizer, compiled_plans, mpcompile
 from mpcompile.scaling import kept_copies, parameters
@@ -119,13 +119,6 @@ def test_a_write_is_noticed(write: str) -> None:
     assert not torch.equal(found, last)
     torch.testing.assert_close(found, as_cast_in_each_call(model), rtol=0, atol=0)
     torch.testing.assert_close(found, again, rtol=0, atol=0)
-
-
-HANDLES: dict[str, Callable[[torch.Tensor], Any]] = {
-    "a tensor from .data": lambda p: p.data,
-    "a detached tensor": torch.Tensor.detach,
-    "an array": lambda p: p.detach().numpy(),
-}
 
 
 @pytest.mark.parametrize("handle", HANDLES)

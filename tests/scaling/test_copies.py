@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from low_gradients import HALVES, Net, Tied, check_against_fp64, loss, one_step, trained
 from torch import nn
-from weight_writes import WRITES
+from weight_writes import HANDLES, WRITES
 
 from mpcompile import MPOptimizer, mpcompile
 from mpcompile.demo import GPT, GPTConfig
@@ -60,15 +60,19 @@ def test_a_change_from_outside_is_read_by_the_next_forward(change: str, grad: bo
     assert not torch.equal(after, before)
 
 
-def test_data_taken_earlier_and_written_later_is_seen() -> None:
+@pytest.mark.parametrize("handle", HANDLES)
+@pytest.mark.parametrize("gone", [False, True])
+def test_a_handle_taken_earlier_and_written_later_is_seen(handle: str, gone: bool) -> None:
     model = Net()
     optimizer = trained(model, dtype=torch.bfloat16, lr=0.05)
     one_step(model, optimizer)
-    handles = [p.data for p in model.parameters()]
+    handles = [HANDLES[handle](p) for p in model.parameters()]
     x = torch.randn(4, 8)
     model(x)
-    for data in handles:
-        data.mul_(0.5)
+    for k in range(len(handles)):
+        handles[k] *= 0.5
+    if gone:
+        handles.clear()
     assert torch.equal(model(x), without_copies(model, torch.bfloat16, x))
 
 

@@ -1,6 +1,7 @@
 """What writes weights in a program: whoever keeps a copy of them must notice each."""
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
@@ -76,3 +77,13 @@ WRITES: dict[str, Callable[[nn.Module], object]] = {
     ],
     "an initialiser": lambda m: [nn.init.constant_(p, 0.25) for p in m.parameters()],
 }
+
+HANDLES: dict[str, Callable[[torch.Tensor], Any]] = {
+    "a tensor from .data": lambda p: p.data,
+    "a view of it": lambda p: p.data[:],
+    "an array of it": lambda p: p.data.numpy(),
+    "a detached tensor": torch.Tensor.detach,
+    "a view of that": lambda p: p.detach()[:],
+    "an array of that": lambda p: p.detach().numpy(),
+}
+"""By which a weight may be written without its version's saying so."""
