@@ -1,7 +1,7 @@
 """Faults of torch itself that our users would meet, and how mpcompile goes round each.
 
 A row says in which releases a fault stands; the way round acts in these alone.
-`tests/torch_inside/test_fault_probes.py` has a small program for each that shows whether the
+`tests/torch_inside/test_torch_faults.py` has a small program for each that shows whether the
 installed torch has it, and says which row a release no longer needs, or needs again.
 """
 

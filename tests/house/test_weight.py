@@ -12,10 +12,10 @@ from collections.abc import Iterator
 from repository import ROOT, sources
 
 LIMITS = {
-    "lines of source": 40444,
-    "lines of code": 25390,
-    "files of source": 256,
-    "lines of tests": 62999,
+    "lines of source": 40390,
+    "lines of code": 25327,
+    "files of source": 254,
+    "lines of tests": 60557,
     "warnings that count more than two frames": 16,
     "registries of modules": 25,
 }
