@@ -72,7 +72,7 @@ class BackwardNode:
     recomputed: bool = False
 
 
-def _saved_by(gm: fx.GraphModule) -> list[Saved]:
+def saved_by(gm: fx.GraphModule) -> list[Saved]:
     """The storages that a partitioned forward returns for its backward, without inputs."""
     facts = TracingContext.get().fw_metadata
     assert facts is not None
@@ -160,7 +160,7 @@ class Partitioned:
             found = tuple(self._described(n) for n in calls if not ir.is_getitem(n))
             self.backward = (*found, *self.backward)  # a later piece has the earlier backward
         elif not kwargs.get("is_inference"):
-            self.saved += _saved_by(gm)
+            self.saved += saved_by(gm)
 
         def call(args: list[Any]) -> Any:
             inputs = list(args)

@@ -22,12 +22,16 @@ from mpcompile.devices.registry import capabilities
 from mpcompile.errors import MPCompileWarning
 from mpcompile.lower.accumulation import accumulate_in_fp32, check_accumulation
 from mpcompile.lower.joint import JointPasses, joint_passes
+from mpcompile.passes.joint.lowered_faults import read_low_results
 from mpcompile.planner.target import target_of
 from mpcompile.plans.graph_plan import GraphPlan
 from mpcompile.profile import Profile, store
 from mpcompile.rules.policy import Level, Target
 from mpcompile.runtime.check_module import check_module
 from mpcompile.settings import Settings
+
+PLAIN = JointPasses(lowered=(read_low_results,), keeps_casts=True)
+"""Of a device that needs nothing of its own."""
 
 
 class Toy(Capabilities):
@@ -134,7 +138,7 @@ def test_its_capabilities_make_the_plan() -> None:
     # Rows of 32 bytes are 16 values: 1000 becomes 1008.
     (head,) = (node for node in plan.nodes if node.name == "linear_1")
     assert head.planned == "bf16[2048, 32, 1008]"
-    assert joint_passes(Level.O1, XPU) == JointPasses(keeps_casts=True)
+    assert joint_passes(Level.O1, XPU) == PLAIN
 
 
 @pytest.mark.usefixtures("toy")
@@ -152,12 +156,12 @@ def test_of_a_device_nobody_knows_anything_nothing_is_assumed() -> None:
     assert all("xpu has no matrix units for f16" in node.reason for node in linears)
     assert precisions(plan, "aten::scaled_dot_product_attention") == {"FULL"}
     assert "stay FP32" in capabilities(XPU).why_auto()
-    assert joint_passes(Level.O1, XPU) == JointPasses(keeps_casts=True)
+    assert joint_passes(Level.O1, XPU) == PLAIN
 
 
 @pytest.mark.usefixtures("plain")
 def test_it_may_say_that_products_leave_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert joint_passes(Level.O1, XPU) == JointPasses(keeps_casts=True)
+    assert joint_passes(Level.O1, XPU) == PLAIN
     monkeypatch.setattr(Plain, "products_leave_in_fp32", lambda self: True)
     assert len(joint_passes(Level.O1, XPU).joint) == 1
 
