@@ -236,7 +236,7 @@ class Settings:
     recompute: bool = _switch(
         "let the backward compute again, rather than store, what one kernel can make of values "
         "stored anyway: the results of norms and activations. Less memory, little time. On a CPU "
-        "it is always so.",
+        "it is always so in graphs that aren't left in FP32.",
         plans=True,
     )
     regional: bool = _switch(

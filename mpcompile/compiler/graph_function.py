@@ -19,7 +19,7 @@ from ..lower.accumulation import check_accumulation
 from ..lower.emitter import emit
 from ..lower.inference import replays
 from ..lower.islands import gains, has_rnn, is_apart, pieces
-from ..lower.joint import joint_passes
+from ..lower.joint import JointPasses, joint_passes
 from ..padding.products import product
 from ..planner.target import place_of
 from ..plans import pipeline
@@ -85,7 +85,8 @@ def function_of_left(
     """Compile a graph unchanged, in FP32."""
     agreement.enter_fsdp(examples)  # other ranks may have rewritten this graph
     made = Emitted(examples, place_of(examples), settings.names, GraphInputs(len(examples)))
-    return wrapped(_emit(gm, examples, settings, verify, untouched=True), made)
+    joint = JointPasses(recomputes=settings.recompute)
+    return wrapped(_emit(gm, examples, settings, verify, joint=joint, untouched=True), made)
 
 
 def _heed_the_device(planned: Planned, target: Target) -> None:

@@ -38,7 +38,7 @@ from ..errors import MPCompileError, MPCompileWarning, in_one_line
 from ..ir.fakes import fake_of_fixed_size
 from ..ir.inputs import FOUND, SCALE
 from ..lower.emitter import emit
-from ..lower.joint import NO_PASSES, JointPasses, joint_passes
+from ..lower.joint import JointPasses, joint_passes
 from ..lower.tracing_settings import settings_for, traced_with
 from ..planner.target import device_of, place_of, target_of
 from ..planner.times import ATTENTION
@@ -256,7 +256,8 @@ class Planner:
     ) -> Callable[..., Any]:
         device = place_of(example_inputs) if self.absent is None else self.absent.device
         left = replace(plan_of_left(reason, device), ends_with=why_it_ends(gm))
-        return counted(self._emit(gm, example_inputs, left), 0)
+        joint = JointPasses(recomputes=self.settings.recompute)
+        return counted(self._emit(gm, example_inputs, left, joint), 0)
 
     def _facts(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Facts:
         target = self.absent or target_of(device_of(example_inputs), self.settings.dtype)
@@ -297,11 +298,7 @@ class Planner:
         return working
 
     def _emit(
-        self,
-        gm: fx.GraphModule,
-        inputs: Sequence[Any],
-        plan: GraphPlan,
-        joint: JointPasses = NO_PASSES,
+        self, gm: fx.GraphModule, inputs: Sequence[Any], plan: GraphPlan, joint: JointPasses
     ) -> Callable[..., Any]:
         found = Partitioned(gm, {node.name for node in plan.nodes})
         run = emit(

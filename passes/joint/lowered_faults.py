@@ -41,9 +41,8 @@ computes in FP32 registers either way. A graph with one maximum stays as it is.
                                                   return (logits, maximum)
 
 Inductor writes a result out before it lowers what else reads it, and all of these then read the
-FP32 values, twice the bytes of the low ones, which hold the same numbers. Where what was widened
-lies in memory, written by a product or given, and only fused kernels read the result, each now
-widens for itself, in registers.
+FP32 values, twice the bytes of the low ones, which hold the same numbers. Where a product wrote
+what was widened, and only fused kernels read the result, each now widens for itself, in registers.
 """
 
 from __future__ import annotations
@@ -140,12 +139,10 @@ def read_low_results(graph: fx.Graph) -> bool:
         views = _views(node)
         returned = [view for view in views if output in view.users]
         others = [user for view in views for user in view.users if user not in (output, *views)]
-        if not (len(returned) == 1 and others and _is_in_memory(node.args[0])):
+        if not (len(returned) == 1 and others and _is_product(node.args[0])):
             continue
         if all(map(_is_fused, others)):
-            with graph.inserting_before(output):
-                again = _again(graph, returned[0], node)
-            output.replace_input_with(returned[0], again)
+            output.replace_input_with(returned[0], _again(returned[0], node))
             changed = True
     return changed
 
@@ -162,23 +159,24 @@ def _is_view(node: fx.Node) -> bool:
     return getattr(node.target, "is_view", False) or node.target is aten.reshape.default
 
 
-def _is_in_memory(value: Any) -> bool:
-    """Whether a kernel that Inductor doesn't write makes the value, or the caller."""
+def _is_product(value: Any) -> bool:
+    """Whether a kernel that Inductor doesn't write makes the value."""
     while _is_view(value):
         value = value.args[0]
-    return value.op == "placeholder" or value.target in _PRODUCTS
+    return value.target in _PRODUCTS
 
 
 def _is_fused(node: fx.Node) -> bool:
     return ir.is_pointwise(node) or node.target in _REDUCTIONS
 
 
-def _again(graph: fx.Graph, view: fx.Node, cast: fx.Node) -> fx.Node:
-    """The view of a copy of the cast."""
+def _again(view: fx.Node, cast: fx.Node) -> fx.Node:
+    """The view of a copy of the cast, each node beside the one that it is a copy of."""
     chain = [view]
     while chain[-1] is not cast:
         chain.append(chain[-1].args[0])  # type: ignore[arg-type]
     made: dict[fx.Node, fx.Node] = {}
     for step in reversed(chain):
-        made[step] = graph.node_copy(step, lambda node: made.get(node, node))
+        with step.graph.inserting_after(step):
+            made[step] = step.graph.node_copy(step, lambda node: made.get(node, node))
     return made[view]

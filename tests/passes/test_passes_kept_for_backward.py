@@ -226,6 +226,13 @@ def test_activations_and_norms_are_computed_again(
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=2e-2, atol=1e-5)
 
 
+@pytest.mark.slow("compiles by Inductor, or a deep model")
+def test_a_graph_that_is_left_computes_them_again_where_it_is_asked_to() -> None:
+    x = torch.randn(BATCH, WIDTH)
+    stored, kept = (train_once(model(), x, level="O0", recompute=r) for r in (False, True))
+    assert stored - kept >= 4 * (2 * WIDTH) * BATCH
+
+
 def test_it_is_inductors() -> None:
     with pytest.raises(MPCompileError, match=r"recompute=True is Inductor's"):
         mpcompile.mpcompile(copy.deepcopy(model()), recompute=True, emit="eager")

@@ -100,7 +100,15 @@ def read_by_none(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return (torch.ops.prims.convert_element_type(x @ w, torch.float32),)
 
 
-@pytest.mark.parametrize("program", [read_by_a_product, made_by_a_kernel, read_by_none])
+def widened_as_given(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    wide = torch.ops.prims.convert_element_type(x, torch.float32)
+    return wide, wide.amax(-1)  # the caller's memory may be written later on
+
+
+PROGRAMS = [read_by_a_product, made_by_a_kernel, read_by_none, widened_as_given]
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
 def test_where_nothing_is_gained_all_read_the_result(program: Program) -> None:
     gm = traced(program, torch.randn(4, 6).half(), torch.randn(6, 8).half())
     assert not read_low_results(gm.graph)
