@@ -31,7 +31,6 @@ from ..ir.fakes import like
 from ..ir.scale import STATE_DTYPES, ScaleState, settled
 from ..ir.step_config import FACTOR, NORM, SKIPPED, Slot, StepConfig
 from ..plans.compile_log import Dump, trace_step
-from ..scaling.overflows import sums_of
 from ..torch_inside.names import FakeTensorMode, norm_of_each
 from .compiled import Emit, Program
 
@@ -71,7 +70,11 @@ def _norms(gradients: list[torch.Tensor], config: StepConfig) -> list[torch.Tens
         return [torch.linalg.vector_norm(g, order, dtype=dtype) for g in gradients]
     if clipped:
         return [*norm_of_each(gradients, 2.0, dtype)]
-    return [found.to(dtype) for found in sums_of(gradients)]
+    # BF16, whose range is FP32's, is summed up in FP32 in any case. Asked for an FP32 result, torch
+    # would first make an FP32 copy on a CPU (2.13), which takes 20 times as long.
+    return [
+        g.sum().to(dtype) if g.dtype is torch.bfloat16 else g.sum(dtype=dtype) for g in gradients
+    ]
 
 
 def decided(config: StepConfig, values: _Values) -> dict[Slot, torch.Tensor]:

@@ -188,7 +188,7 @@ def holders_beside(master: torch.Tensor) -> int:
 
 
 def _accesses(master: torch.Tensor) -> int:
-    """How often `.data` of a master weight was taken or replaced."""
+    """How often `.data` of a master weight was replaced, or it or `detach()` was taken."""
     count: int = master.__dict__.get("_mp_accesses", 0)
     return count
 

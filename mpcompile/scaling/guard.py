@@ -29,7 +29,6 @@ from torch.optim import Optimizer
 from ..devices.registry import capabilities
 from ..ranks import fsdp
 from ..ranks.shards import Ranks, is_distributed, ranks_of
-from ..torch_inside.tensors import mark_on
 from . import agreement, parameters
 from .loss_scale import LossScale
 from .overflows import Count, any_nonfinite
@@ -96,14 +95,18 @@ def skip_if_overflowed(optimizer: Optimizer) -> None:
                 of_scale.append(gradient)
         if gradient is not None and not scales:
             others.append(gradient)
+    state = parameters.of_optimizer(optimizer)
+    # Of parameters that torch has swapped since the backward nobody knows any more.
+    lost = [s for s in state.scales if s not in own and _ran_since(s, optimizer)]
+    own |= {scale: [] for scale in lost}
+    state.scales |= own.keys()
     ranks = ranks_of(held)
     looked = {scale: look(optimizer, scale) for scale in own}
     # Other parameters may come before these graphs (or have gradients that an earlier backward
     # left), or before graphs of which the optimizer holds nothing.
-    before = [scale for scale in own if scale.open]
-    swapped = any(mark_on(parameter) is None for parameter, _ in gradients)
-    after = _upstream_of(optimizer, others, own, swapped=swapped)
-    asked = bool(before or after or parameters.of_optimizer(optimizer).poisoned) and bool(others)
+    before = [scale for scale in own if scale.open and scale not in lost]
+    after = _upstream_of(optimizer, others, own)
+    asked = bool(before or after or state.poisoned) and bool(others)
     if not own and not asked:
         return
     found = [overflowed(own[scale], overflows) for scale, overflows in looked.items()]
@@ -120,7 +123,7 @@ def skip_if_overflowed(optimizer: Optimizer) -> None:
     skip = upstream or any(answers.values())
     skip |= asked and _upstream_overflowed(optimizer, after, bad)
     if skip:
-        parameters.of_optimizer(optimizer).hidden += gradients
+        state.hidden += gradients
         for parameter, _ in gradients:
             parameter.grad = None
 
@@ -155,19 +158,19 @@ def decide_alike() -> bool:
 
 
 def _upstream_of(
-    optimizer: Optimizer, others: Sequence[torch.Tensor], own: Iterable[LossScale], *, swapped: bool
+    optimizer: Optimizer, others: Sequence[torch.Tensor], own: Iterable[LossScale]
 ) -> list[LossScale]:
     """The scales of graphs that read none of the optimizer's parameters, have run backward since
     its last look, and may come after its other parameters (a critic after its generator).
-
-    Args:
-        swapped: torch may have swapped parameters since the backward: the graphs may be of any
-            scale that the optimizer has looked at before.
     """
-    before = [s for s in _live if s not in own] if others else []
-    looks = [(s, s.overflows.looks.get(optimizer)) for s in before]
-    asked = [(s, look or Count()) for s, look in looks if s.open or (swapped and look)]
-    return [s for s, look in asked if s.overflows.count().passes > look.passes]
+    before = [s for s in _live if s.open and s not in own] if others else []
+    return [scale for scale in before if _ran_since(scale, optimizer)]
+
+
+def _ran_since(scale: LossScale, optimizer: Optimizer) -> bool:
+    """Whether graphs of the scale have run backward since the optimizer's last look."""
+    look = scale.overflows.looks.get(optimizer, Count())
+    return scale.overflows.count().passes > look.passes
 
 
 def _upstream_overflowed(optimizer: Optimizer, ran: Sequence[LossScale], overflow: bool) -> bool:

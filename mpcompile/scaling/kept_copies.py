@@ -6,9 +6,9 @@ A graph without grad mode reads copies of FP32 weights in the low dtype, as O2's
     evaluating: weight --cast once--> kept copy --> graph       until the weight changes
     training:   weight --cast in the graph-->                   no copy exists
 
-While a module evaluates, its parameters have the class `KeptWeight`, which notes accesses to
-`.data`. The first call in grad mode gives them back their class and frees the copies, so that a
-training has neither, and the code that was compiled for it stays valid.
+While a module evaluates, its parameters have the class `KeptWeight`, which notes accesses by
+`.data` and `detach()`. The first call in grad mode gives them back their class and frees the
+copies, so that a training has neither, and the code that was compiled for it stays valid.
 
 A weight is cast in each call, as in a training, where a write to it might go unnoticed: other
 processes or other tensors share its memory.

@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from ..devices.registry import capabilities, is_supported
 from ..errors import MPCompileError
 from ..ranks.shards import Ranks, local, ranks_of
 from ..torch_inside.names import norm_of_each
@@ -293,8 +292,8 @@ def _is_finite(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def any_nonfinite(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Whether some element of some gradient is inf or nan, or on a CPU their sum is: 0-d bool; of a
-    DTensor, some element that this rank holds.
+    """Whether some element of some gradient is inf or nan: 0-d bool; of a DTensor, some element
+    that this rank holds.
 
     Gradients may be dense, sparse or sharded, on one device or several.
     """
@@ -303,29 +302,17 @@ def any_nonfinite(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
     dense = [g for g in dense if g.numel() > 0]
     if not dense:
         return torch.tensor(False)
-    # The largest magnitude of a gradient is inf or nan exactly if some element is, a sum also if it
-    # is beyond the range; and a difference of equal numbers is 0 exactly if they are finite.
-    # (`get_total_norm` and `isfinite` say the same, in more operators: a small model's step would
-    # notice.)
+    # The largest magnitude of a gradient is inf or nan exactly if some element is; and a difference
+    # of equal numbers is 0 exactly if they are finite. (`get_total_norm` and `isfinite` say the
+    # same, in more operators: a small model's step would notice.)
     by_device: dict[torch.device, list[torch.Tensor]] = {}
     for gradient in dense:
         by_device.setdefault(gradient.device, []).append(gradient)
     found = []
-    for device, group in by_device.items():
-        many = not is_supported(device) or capabilities(device).multi_tensor
-        each = norm_of_each(group, float("inf")) if many else sums_of(group)
-        some = torch.stack([*each])
-        found.append((some - some).any())
+    for group in by_device.values():
+        most = torch.stack(norm_of_each(group, float("inf")))
+        found.append((most - most).any())
     first, *others = found
     for other in others:
         first = first | other.to(first.device)
     return first
-
-
-def sums_of(gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The sum of each, 0-d: not finite if some element isn't, or if the sum is beyond FP32's range.
-    Where no kernel takes many tensors, a sum takes a tenth of a largest magnitude's time.
-    """
-    # BF16, whose range is FP32's, is summed up in FP32 in any case. Asked for an FP32 result, torch
-    # would first make an FP32 copy on a CPU (2.13), which takes 20 times as long.
-    return [g.sum(dtype=torch.float32 if g.dtype is torch.float16 else None) for g in gradients]

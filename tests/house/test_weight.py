@@ -12,10 +12,10 @@ from collections.abc import Iterator
 from repository import ROOT, sources
 
 LIMITS = {
-    "lines of source": 40390,
-    "lines of code": 25327,
+    "lines of source": 40382,
+    "lines of code": 25324,
     "files of source": 254,
-    "lines of tests": 60557,
+    "lines of tests": 60582,
     "warnings that count more than two frames": 16,
     "registries of modules": 25,
 }
