@@ -171,9 +171,10 @@ class _Group(dict[str, Any]):
 
 def own_values(param: torch.Tensor) -> dict[str, Any]:
     """What a user has set on a parameter, and a step may choose by: plain values."""
-    return _plain_values({k: v for k, v in vars(param).items() if not k.startswith("_dynamo")})
+    return _plain_values({k: v for k, v in vars(param).items() if not k.startswith(_OURS)})
 
 
+_OURS = ("_dynamo", "_mp_")  # what torch's compiler and this one note on a parameter
 _PLAIN = (bool, int, float, str, type(None))
 
 

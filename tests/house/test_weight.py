@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from repository import ROOT, sources
 
 LIMITS = {
-    "lines of source": 40382,
-    "lines of code": 25324,
+    "lines of source": 40383,
+    "lines of code": 25325,
     "files of source": 254,
     "lines of tests": 60582,
     "warnings that count more than two frames": 16,
