@@ -96,10 +96,12 @@ def skip_if_overflowed(optimizer: Optimizer) -> None:
         if gradient is not None and not scales:
             others.append(gradient)
     state = parameters.of_optimizer(optimizer)
-    # Of parameters that torch has swapped since the backward nobody knows any more.
-    lost = [s for s in state.scales if s not in own and _ran_since(s, optimizer)]
+    # Of parameters that torch has swapped since the backward nothing is known, till their next
+    # forward. (Nor of those that were taken out of the optimizer: these leave no others.)
+    earlier = state.scales if others else ()
+    lost = [s for s in earlier if s not in own and _ran_since(s, optimizer)]
+    state.scales = weakref.WeakSet(own)
     own |= {scale: [] for scale in lost}
-    state.scales |= own.keys()
     ranks = ranks_of(held)
     looked = {scale: look(optimizer, scale) for scale in own}
     # Other parameters may come before these graphs (or have gradients that an earlier backward

@@ -193,7 +193,7 @@ class OptimizerState:
         skips_by_itself: its steps check the gradients themselves, as an MPOptimizer's do.
         poisoned: it holds, and has skipped for, a gradient that overflowed in a graph that reads
             none of its parameters.
-        scales: those of the parameters that it held at earlier steps.
+        scales: those of the parameters that it held at its last step.
         looked_for_scaler: a step at which its gradients were scaled was looked at (`foreign.py`).
         looked_for_gradient: its first step was looked at (`hooks.py`).
         looked_for_masters: the count of `changes` at which a step was looked at for FP32 masters

@@ -145,6 +145,19 @@ def test_an_inf_of_ones_own_is_ones_own() -> None:
     assert loss_scale_of(compiled).skipped_steps == 0
 
 
+def test_a_model_that_was_taken_out_is_another_optimizers() -> None:
+    models = [mpcompile(mlp(), loss_scale=LossScale.static(64.0), **FP16) for _ in range(2)]
+    optimizer = torch.optim.SGD([{"params": [*model.parameters()]} for model in models], lr=0.1)
+    for factors in ((1.0, 1.0), (1.0, OVERFLOW)):
+        for model, factor in zip(models, factors, strict=True):
+            (model(torch.randn(4, 8)).sum() * factor).backward()
+        before = parameters(models[0])
+        optimizer.step()
+        assert not torch.equal(before[0], models[0][0].weight)
+        del optimizer.param_groups[1:]
+    assert [loss_scale_of(model).skipped_steps for model in models] == [0, 0]
+
+
 # -- several optimizers after one backward -------------------------------------------------------
 
 
