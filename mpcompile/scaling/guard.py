@@ -96,10 +96,8 @@ def skip_if_overflowed(optimizer: Optimizer) -> None:
         if gradient is not None and not scales:
             others.append(gradient)
     state = parameters.of_optimizer(optimizer)
-    # Of parameters that torch has swapped since the backward nothing is known, till their next
-    # forward. (Nor of those that were taken out of the optimizer: these leave no others.)
-    earlier = state.scales if others else ()
-    lost = [s for s in earlier if s not in own and _ran_since(s, optimizer)]
+    # Nothing is known of parameters that torch has swapped, till their next forward: others.
+    lost = [s for s in state.scales if others and s not in own and _ran_since(s, optimizer)]
     state.scales = weakref.WeakSet(own)
     own |= {scale: [] for scale in lost}
     ranks = ranks_of(held)

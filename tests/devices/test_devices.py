@@ -30,8 +30,7 @@ from mpcompile.rules.policy import Level, Target
 from mpcompile.runtime.check_module import check_module
 from mpcompile.settings import Settings
 
-PLAIN = JointPasses(lowered=(read_low_results,), keeps_casts=True)
-"""Of a device that needs nothing of its own."""
+PLAIN = JointPasses(lowered=(read_low_results,), keeps_casts=True)  # nothing of a device's own
 
 
 class Toy(Capabilities):

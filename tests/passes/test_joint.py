@@ -94,18 +94,10 @@ def test_on_a_cpu_at_every_level() -> None:
 
 
 def test_whole_steps_have_one_more_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    for level in (Level.O1, Level.O2, Level.O3):
-        assert passes_for("cpu", level, whole=True).lowered == (
-            *ZEROS,
-            lay_channels_last,
-            read_low_results,
-        )
-        assert passes_for("cuda", level, whole=True).lowered == (
-            *ZEROS,
-            lay_low_images,
-            cast_together,
-            read_low_results,
-        )
+    own = {"cpu": (lay_channels_last,), "cuda": (lay_low_images, cast_together)}
+    for level, device in ((level, device) for level in Level for device in own):
+        lowered = joint_passes(level, torch.device(device), whole=True).lowered
+        assert lowered == (*ZEROS, *own[device], read_low_results)
     monkeypatch.setattr(CPU, "convolves_channels_last", False)
     assert passes_for("cpu", whole=True).lowered == (*ZEROS, read_low_results)
 

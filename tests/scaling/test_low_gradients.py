@@ -251,18 +251,18 @@ def test_frozen_and_thawed_through_the_backend() -> None:
 # -- the loss scale moves, or is found ------------------------------------------------------------
 
 
-def beside_its_reference(scale: LossScale) -> Any:
-    """(model, optimizer) in FP16, and in FP64."""
+def beside_its_reference() -> Any:
+    """A scale that moves with each step; (model, optimizer) in FP16, and in FP64."""
+    scale = LossScale.dynamic(init_scale=2.0**10, growth_interval=1)
     model = nn.Linear(8, 8)  # its backward reads no weights: they may change in between
     reference = copy.deepcopy(model).double()
     sgd = torch.optim.SGD(reference.parameters(), lr=1e-3)
-    return (model, trained(model, scale)), (reference, sgd)
+    return scale, (model, trained(model, scale)), (reference, sgd)
 
 
 def test_the_scale_may_move_between_a_forward_and_its_backward() -> None:
-    scale = LossScale.dynamic(init_scale=2.0**10, growth_interval=1)
-    (model, optimizer), (reference, sgd) = both = beside_its_reference(scale)
-    for net, stepper in both:
+    scale, (model, optimizer), (reference, sgd) = beside_its_reference()
+    for net, stepper in ((model, optimizer), (reference, sgd)):
         first, second = loss(net), loss(net, 5)
         first.backward()
         stepper.step()
@@ -279,9 +279,8 @@ def test_the_scale_may_move_between_a_forward_and_its_backward() -> None:
 
 def test_one_backward_over_forwards_of_two_scales() -> None:
     """In the second, the gradient is multiplied by twice as much."""
-    scale = LossScale.dynamic(init_scale=2.0**10, growth_interval=1)
-    (model, _), (reference, _) = both = beside_its_reference(scale)
-    for net, stepper in both:
+    scale, (model, optimizer), (reference, sgd) = beside_its_reference()
+    for net, stepper in ((model, optimizer), (reference, sgd)):
         first = loss(net)
         loss(net, 5).backward()
         stepper.step()

@@ -72,9 +72,7 @@ WRITES: dict[str, Callable[[nn.Module], object]] = {
     "the state's tensors": lambda m: [v.mul_(0.5) for v in m.state_dict().values()],
     "through .data of the state's": lambda m: [v.data.mul_(0.5) for v in m.state_dict().values()],
     "through .data of a view": lambda m: [p.detach().view(-1).mul_(0.5) for p in m.parameters()],
-    "an array": lambda m: [
-        np.multiply(a, 0.5, out=a) for p in m.parameters() for a in [p.detach().numpy()]
-    ],
+    "an array": lambda m: [np.divide(a := p.detach().numpy(), 2, a) for p in m.parameters()],
     "an initialiser": lambda m: [nn.init.constant_(p, 0.25) for p in m.parameters()],
 }
 

@@ -81,8 +81,7 @@ def test_others_read_what_a_result_was_widened_from(dtype: torch.dtype) -> None:
     assert not read_low_results(gm.graph)
     result, *_ = gm.graph.output_node().args[0]
     assert list(result.users) == [gm.graph.output_node()]
-    assert {str(n.target) for n in gm.graph.nodes if len(n.users) > 1} == {"aten.mm.default",
-            "aten.view.default"}  # fmt: skip
+    assert "aten.mm.default" in {str(n.target) for n in gm.graph.nodes if len(n.users) == 2}
     same_values(gm, widened, x, w)
 
 
@@ -105,10 +104,8 @@ def widened_as_given(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ..
     return wide, wide.amax(-1)  # the caller's memory may be written later on
 
 
-PROGRAMS = [read_by_a_product, made_by_a_kernel, read_by_none, widened_as_given]
-
-
-@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize("program", [read_by_a_product, made_by_a_kernel, read_by_none,
+                                     widened_as_given])  # fmt: skip
 def test_where_nothing_is_gained_all_read_the_result(program: Program) -> None:
     gm = traced(program, torch.randn(4, 6).half(), torch.randn(6, 8).half())
     assert not read_low_results(gm.graph)
