@@ -65,6 +65,18 @@ def _curves(axes: Axes, runs: Report, steps: int, lines: Lines, band: float) -> 
         axes.fill_between(middles, curves.min(0), curves.max(0), color=colour, alpha=band)
 
 
+def _legend(figure: Figure, columns: int) -> None:
+    """One legend for all panels, below them: what one of them lacks another has."""
+    shown = {
+        label: handle
+        for axes in figure.axes
+        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
+    }
+    figure.legend(
+        shown.values(), shown.keys(), loc="outside lower center", ncols=columns, frameon=False
+    )
+
+
 # -- ablations -------------------------------------------------------------------------------------
 
 _ABLATIONS: Lines = {
@@ -148,14 +160,7 @@ def draw_peers(path: Path, report: Report) -> Figure:
         _bars(times, rows, _speed)
         sizes.set_title("Bytes saved for the backward, over compile + autocast: lower is better")
         _bars(sizes, rows, _saved_bytes)
-        labels = {
-            name: bar
-            for axes in (times, sizes)
-            for bar, name in zip(*axes.get_legend_handles_labels(), strict=True)
-        }
-        figure.legend(
-            labels.values(), labels.keys(), loc="outside lower center", ncols=4, frameon=False
-        )
+        _legend(figure, columns=4)
     return figure
 
 
@@ -243,10 +248,7 @@ def draw_papers(path: Path, report: Report) -> Figure:
             runs = report["rows"][task.name]["runs"]
             _curves(panel, runs, task.steps, _PAPERS, band=0.12)
             panel.set_xlabel("steps")
-        handles, labels = panel.get_legend_handles_labels()
-        figure.legend(
-            handles, labels, loc="outside lower center", ncols=len(_PAPERS), frameon=False
-        )
+        _legend(figure, columns=len(_PAPERS))
         figure.supylabel("training loss: mean and range of the seeds")
     return figure
 
