@@ -242,7 +242,7 @@ def test_list_prints_a_line_each(capsys: pytest.CaptureFixture[str]) -> None:
     assert [line.split()[0] for line in lines] == sorted(registry())
     assert [line.split()[0] for line in lines if line.endswith("(cpu only)")] == [
         "ablations", "cpu_traffic", "distributed", "gpu_traffic", "second_order", "serving",
-        "verified", "vision", "zoo", "zoo_saved",
+        "step_profile", "verified", "vision", "zoo", "zoo_saved",
     ]  # fmt: skip
 
 
