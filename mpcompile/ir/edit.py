@@ -4,9 +4,9 @@ keeps `meta["val"]` correct.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import fx
@@ -19,6 +19,8 @@ from ..torch_inside.names import enable_python_dispatcher
 from .marks import Mark, Role, added, set_mark
 from .shapes import Path, Size, known_equal
 from .values import aten, fake_mode, positions, value
+
+T = TypeVar("T")
 
 
 def operands(node: fx.Node) -> dict[Path, fx.Node]:
@@ -216,15 +218,21 @@ def module_of(graph: fx.Graph, gm: fx.GraphModule) -> fx.GraphModule:
     return part
 
 
+def reached(starts: Iterable[T], further: Callable[[T], Iterable[T]]) -> Iterator[T]:
+    """These, and all that `further` leads to from them, each once, the nearest first."""
+    found = dict.fromkeys(starts)
+    for one in (waiting := list(found)):  # the list grows as it is read
+        yield one
+        new = dict.fromkeys(n for n in further(one) if n not in found)
+        found.update(new)
+        waiting += new
+
+
 def all_before(nodes: Iterable[fx.Node], known: Collection[fx.Node] = ()) -> set[fx.Node]:
     """These nodes, and all that they depend on, up to those that are known."""
-    found = set(nodes)
-    waiting = list(found)
-    while waiting:
-        new = [n for n in waiting.pop().all_input_nodes if n not in found]
-        found.update(new)
-        waiting += [n for n in new if n not in known]
-    return found
+    starts = set(nodes)
+    ends = set(known) - starts
+    return set(reached(starts, lambda n: () if n in ends else n.all_input_nodes))
 
 
 def cut_to(

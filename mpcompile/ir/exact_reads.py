@@ -36,7 +36,7 @@ from torch.fx.node import map_arg
 from .. import rules
 from ..rules.policy import Precision
 from ..torch_inside.graphs import schema
-from .edit import argument
+from .edit import argument, reached
 from .marks import Role, role
 from .memory import has_own_memory, storage, written
 from .values import (
@@ -127,12 +127,7 @@ def _operands(node: fx.Node, places: frozenset[int] | None = None) -> list[fx.No
     for position, given in positions(node):
         if places is None or position in places:
             map_arg(given, found.append)
-    return [n for n in found if is_getitem(n) or _is_floating(n) or tensor(n) is None]
-
-
-def _is_floating(node: fx.Node) -> bool:
-    value = tensor(node)
-    return value is not None and value.is_floating_point()
+    return [n for n in found if is_getitem(n) or (t := tensor(n)) is None or t.is_floating_point()]
 
 
 def _looks_again(node: fx.Node) -> bool:
@@ -145,12 +140,7 @@ def _looks_again(node: fx.Node) -> bool:
 
 def _picked_from(node: fx.Node) -> set[fx.Node]:
     """The value, and all those whose elements it may hold, unrounded."""
-    found, pending = {node}, [node]
-    while pending:
-        new = set(_sources(pending.pop())) - found
-        found |= new
-        pending += new
-    return found
+    return set(reached([node], _sources))
 
 
 def _sources(node: fx.Node) -> list[fx.Node]:

@@ -288,13 +288,11 @@ def between(made: Iterable[GradFn], known: Collection[GradFn]) -> Iterator[GradF
     """The nodes of autograd's graph from those that made results back to known ones, which are not
     among them.
     """
-    seen, queue = set[GradFn](), list(made)
-    while queue:
-        grad_fn = queue.pop()
-        if grad_fn is not None and grad_fn not in seen and grad_fn not in known:
-            seen.add(grad_fn)
-            yield grad_fn
-            queue += [parent for parent, _ in grad_fn.next_functions]
+
+    def new(candidates: Iterable[GradFn]) -> Iterator[GradFn]:
+        return (one for one in candidates if one is not None and one not in known)
+
+    return ir.reached(new(made), lambda one: new(parent for parent, _ in one.next_functions))
 
 
 def _grad_fn(value: torch.Tensor) -> GradFn | None:

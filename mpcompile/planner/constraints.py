@@ -144,13 +144,8 @@ class Constraints:
     def _find_near_low(self) -> set[fx.Node]:
         """The FOLLOW nodes that a path of FOLLOW nodes joins to a LOW node, in either direction."""
         around = {n: [*n.all_input_nodes, *n.users] for n in self._follow}
-        work = [n for n in self._follow if any(ir.precision(m) is LOW for m in around[n])]
-        near = set(work)
-        while work:
-            fresh = [n for n in around[work.pop()] if n in self._follow and n not in near]
-            near.update(fresh)
-            work += fresh
-        return near
+        beside = [n for n in self._follow if any(ir.precision(m) is LOW for m in around[n])]
+        return set(ir.reached(beside, lambda n: self._follow.intersection(around[n])))
 
     def _find_tiny(self, graph: fx.Graph) -> set[fx.Node]:
         """Probabilities, and FOLLOW nodes that pass them on: by a gate, a mixture or a view."""
@@ -182,15 +177,10 @@ class Constraints:
 
     def _goes_on_in_full(self, node: fx.Node, through: Callable[[fx.Node], bool]) -> bool:
         """Whether the value reaches an FP32 operator through such FOLLOW nodes alone."""
-        readers = dict.fromkeys(node.users)
-        for reader in (work := list(readers)):  # the list grows as it is read
-            if reader not in self._follow:
-                if ir.precision(reader) is not LOW and not ir.rule(reader).rounds_result:
-                    return True
-            elif through(reader):
-                work += [user for user in reader.users if user not in readers]
-                readers.update(dict.fromkeys(reader.users))
-        return False
+        follow = self._follow
+        readers = ir.reached(node.users, lambda n: n.users if n in follow and through(n) else ())
+        others = (n for n in readers if n not in follow and ir.precision(n) is not LOW)
+        return not all(ir.rule(reader).rounds_result for reader in others)
 
 
 def _is_wide(node: fx.Node) -> bool:

@@ -257,15 +257,7 @@ def _lines(gm: fx.GraphModule) -> list[str]:
 
 def _named(node: fx.Node) -> fx.Node:
     """A node that comes from a line of the program: this, or the nearest that it is computed of."""
-    ahead: list[fx.Node] = [node]
-    seen: set[fx.Node] = set()
-    while ahead:
-        one = ahead.pop(0)
-        if ir.source(one):
-            return one
-        seen.add(one)
-        ahead += [n for n in one.all_input_nodes if n not in seen]
-    return node
+    return next(filter(ir.source, ir.reached([node], lambda one: one.all_input_nodes)), node)
 
 
 def _of(name: str) -> str:

@@ -51,15 +51,14 @@ def guard_aliases(gm: fx.GraphModule, config: Config) -> bool:
 
 def _pin(view: fx.Node, reason: str) -> None:
     """Pin the view and those that lead from its memory to it."""
-    memory, pending = ir.storage(view), [view]
     stored_low = {ir.storage(n) for n in filter(ir.is_low_input, view.graph.nodes)}
-    while pending:
-        node = pending.pop()
-        shown = [n for n in node.all_input_nodes if ir.shares_memory(n, node)]
-        if not shown:
-            continue
-        pending += shown
+    as_stored = Precision.LOW if ir.storage(view) in stored_low else Precision.FULL
+    for node in filter(_shown, ir.reached([view], _shown)):
         decided = ir.precision(node)
         if decided in (Precision.LOW, Precision.FOLLOW) and ir.mark(node).by is not ir.By.POLICY:
-            as_stored = Precision.LOW if memory in stored_low else Precision.FULL
             ir.remark(node, precision=as_stored, by=ir.By.ALIAS, reason=reason)
+
+
+def _shown(node: fx.Node) -> list[fx.Node]:
+    """The operands in whose memory it lies."""
+    return [n for n in node.all_input_nodes if ir.shares_memory(n, node)]

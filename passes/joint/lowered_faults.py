@@ -149,10 +149,7 @@ def read_low_results(graph: fx.Graph) -> bool:
 
 def _views(node: fx.Node) -> list[fx.Node]:
     """The node and all views of it."""
-    found = [node]
-    for view in found:
-        found += [user for user in view.users if _is_view(user) and user not in found]
-    return found
+    return list(ir.reached([node], lambda view: filter(_is_view, view.users)))
 
 
 def _is_view(node: fx.Node) -> bool:
