@@ -45,9 +45,14 @@ def product(node: fx.Node) -> Product | None:
 
 
 def _gemm(
-    operands: Mapping[Path, tuple[fx.Node, Labels]], result: Labels, factors: tuple[Path, Path]
+    operands: Mapping[Path, tuple[fx.Node, Labels]],
+    result: Labels,
+    factors: tuple[Path, Path],
+    batch: Mapping[str, Size] | None = None,
 ) -> Product | None:
-    """A product of two factors, and the operands that are added to it."""
+    """A product of two factors, and the operands that are added to it; `batch`: the sizes of
+    dimensions without a label, which are broadcast against each other and never padded.
+    """
     sizes: dict[str, Size] = {}
     for path in factors:
         value, labels = operands[path]
@@ -65,6 +70,8 @@ def _gemm(
         roles[role].append(label)
     if not (roles["m"] and roles["n"] and roles["k"]):
         return None
+    roles["batch"] += batch or {}
+    sizes = {**(batch or {}), **sizes}
     added = {path for path in operands if path not in factors}
     return Product(
         kind="gemm",
@@ -106,12 +113,9 @@ def _matmul(node: fx.Node) -> Product | None:
         rows = tuple(f"m{i}" for i in range(left - 1))
         labels: dict[str, Labels] = {"self": (*rows, "k"), "other": ("k", "n")}
         return _two_factors(node, labels, (*rows, "n"))
-    batch = tuple(f"b{i}" for i in range(max(left, right) - 2))
-    labels = {
-        "self": (*batch[len(batch) - left + 2 :], "m", "k"),
-        "other": (*batch[len(batch) - right + 2 :], "k", "n"),
-    }
-    return _two_factors(node, labels, (*batch, "m", "n"), broadcast=True)
+    batch = {f"b{i}": size for i, size in enumerate(ir.shape(node)[:-2])}
+    labels = {"self": (*[None] * (left - 2), "m", "k"), "other": (*[None] * (right - 2), "k", "n")}
+    return _two_factors(node, labels, (*[None] * len(batch), "m", "n"), batch=batch)
 
 
 def _two_factors(
@@ -120,41 +124,15 @@ def _two_factors(
     result: Labels,
     *,
     added: str | None = None,
-    broadcast: bool = False,
+    batch: Mapping[str, Size] | None = None,
 ) -> Product | None:
     operands: dict[Path, tuple[fx.Node, Labels]] = {
         (ir.position_of(node, n),): (ir.argument(node, n), x) for n, x in names.items()
     }
     left, right = operands
-    if broadcast:
-        return _broadcast_gemm(node, operands, result)
     if added is not None and isinstance(value := ir.argument(node, added), fx.Node):
         operands[ir.position_of(node, added),] = (value, result)
-    return _gemm(operands, result, (left, right))
-
-
-def _broadcast_gemm(
-    node: fx.Node, operands: Mapping[Path, tuple[fx.Node, Labels]], result: Labels
-) -> Product:
-    """A product with batch dimensions, which are broadcast against each other and never padded."""
-    (left, left_labels), (right, right_labels) = operands.values()
-    batch = [label for label in result[:-2] if label is not None]
-    sizes: dict[str, Size] = dict(zip(batch, ir.shape(node)[:-2], strict=True))
-    sizes |= {"m": ir.shape(left)[-2], "k": ir.shape(left)[-1], "n": ir.shape(right)[-1]}
-    plain = {"m", "k", "n"}
-    return Product(
-        kind="gemm",
-        operands={
-            path: tuple(label if label in plain else None for label in labels)
-            for path, labels in zip(operands, (left_labels, right_labels), strict=True)
-        },
-        result=tuple(label if label in plain else None for label in result),
-        sizes=sizes,
-        dims={"batch": tuple(batch), "m": ("m",), "n": ("n",), "k": ("k",)},
-        terms=(tuple(sizes),),
-        strides=("n", "k"),
-        rows=("m",),
-    )
+    return _gemm(operands, result, (left, right), batch)
 
 
 def _einsum(node: fx.Node) -> Product | None:
