@@ -81,10 +81,10 @@ def _marks_dirty(node: fx.Node) -> bool:
     if _DIRTY_IS_TOLD or not op_name(node).endswith("autograd_function_apply"):
         return "dirty_idx" in node.kwargs
     forward = attribute(node.graph.owning_module, node.args[0])  # type: ignore[arg-type]
-    return any(_is_a_write(n) for n in forward.graph.nodes if n.op.startswith("call"))
+    return any(is_a_write(n) for n in forward.graph.nodes if n.op.startswith("call"))
 
 
-def _is_a_write(node: fx.Node) -> bool:
+def is_a_write(node: fx.Node) -> bool:
     """Whether an untraced call writes: `x.add_(y)`, `x += y`, `x[0] = y`, `out=`, `inplace=`"""
     name = node.target if isinstance(node.target, str) else op_name(node)
     named = name.endswith("_") and not name.startswith("__")

@@ -19,6 +19,7 @@ from torch import fx
 from .. import ir
 from ..torch_inside.names import is_functorch_wrapped_tensor
 from ..torch_inside.tensors import storage_of
+from .memory import is_a_write
 
 
 def is_update(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> bool:
@@ -60,18 +61,12 @@ def _memory(node: fx.Node) -> Iterator[int]:
 
 def _written_memory(node: fx.Node) -> set[int]:
     """The memory that the node writes in place, by the name of what it calls (`mul_`, `isub`)."""
-    name = ir.op_name(node)
-    if not (node.op in ("call_function", "call_method") and node.args):
+    if not (node.op in ("call_function", "call_method") and node.args and is_a_write(node)):
         return set()
-    private = name.startswith("__")
-    in_place = name in _ASSIGNMENTS or (name.endswith("_") and not private) or "out" in node.kwargs
     first = node.args[0]
     written = list(first) if isinstance(first, (list, tuple)) else [first, node.kwargs.get("out")]
     nodes = [n for n in written if isinstance(n, fx.Node)]
-    return {place for n in nodes for place in _memory(n)} if in_place else set()
-
-
-_ASSIGNMENTS = ("setitem", "iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow")
+    return {place for n in nodes for place in _memory(n)}
 
 
 def nodes_of_updates(graph: fx.Graph) -> set[fx.Node]:

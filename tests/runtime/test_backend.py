@@ -6,6 +6,7 @@ import subprocess
 import sys
 import traceback
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -41,12 +42,15 @@ def test_a_graph_that_was_rewritten_was_not_left() -> None:
     assert "left" not in plan.to_dict()
 
 
-def test_a_graph_that_updates_parameters_says_so() -> None:
+@pytest.mark.parametrize(
+    "write", [lambda w, g: w.sub_(g), lambda w, g: nn.functional.relu(w, inplace=True)]
+)
+def test_a_graph_that_updates_parameters_says_so(write: Callable[..., Any]) -> None:
     weight = nn.Parameter(torch.ones(4))
 
     def update(gradient: torch.Tensor) -> None:
         with torch.no_grad():
-            weight.sub_(gradient)
+            write(weight, gradient)
 
     run = mpcompile(update, emit="eager", strict=True)
     with torch.no_grad():
