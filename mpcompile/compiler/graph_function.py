@@ -13,7 +13,7 @@ from torch import fx
 
 from .. import ir
 from ..devices.registry import capabilities
-from ..ir.fakes import fake_of_fixed_size
+from ..ir.fakes import fake_twin
 from ..ir.inputs import GraphInputs
 from ..lower.accumulation import check_accumulation
 from ..lower.emitter import emit
@@ -59,7 +59,7 @@ def function_of(
     copies.read_in_full([examples[i] for i in in_full])
     sharded = agreement.enter_fsdp(examples)
     working = [
-        fake_of_fixed_size(copy.stored.detach().requires_grad_(master.requires_grad))
+        fake_twin(copy.stored.detach().requires_grad_(master.requires_grad))
         for master, copy in known.copies_for(planned)
     ]
     scaling = scale.inputs(target.device) if scale is not None else ()

@@ -13,10 +13,14 @@ import torch
 from ..torch_inside.names import FakeTensor, FakeTensorMode, TracingContext, top_saved_hooks
 
 
-def fake_twin(value: Any, context: TracingContext) -> Any:
+def fake_twin(value: Any, context: TracingContext | None = None) -> Any:
     """The fake twin of an input. A value that is no tensor, or already a fake of this mode, is
     returned as it is: a program may run on FakeTensors, for example for a device that isn't there.
+
+    One that Dynamo doesn't know has fixed sizes. Without a fake, AOTAutograd would make symbolic
+    ones for the real tensor, and no guard would check those.
     """
+    context = context or TracingContext.get()
     mode = context.fake_mode
     assert mode is not None
     if not isinstance(value, torch.Tensor):
@@ -29,15 +33,6 @@ def fake_twin(value: Any, context: TracingContext) -> Any:
     return mode.from_tensor(
         value, symbolic_context=symbolic, source=symbolic.tensor_source, trace=False
     )
-
-
-def fake_of_fixed_size(value: torch.Tensor) -> torch.Tensor:
-    """A fake of an input that Dynamo doesn't know. Without it, AOTAutograd would make symbolic
-    sizes for the real tensor, and no guard would check those.
-    """
-    context = TracingContext.get()
-    assert context.fake_mode is not None
-    return context.fake_mode.from_tensor(value, static_shapes=True)
 
 
 def like(

@@ -35,7 +35,7 @@ from ..compiler.training import fp32_parameters, scale_for
 from ..devices.cuda import AbsentGPU
 from ..devices.gpus import gpu
 from ..errors import MPCompileError, MPCompileWarning, in_one_line
-from ..ir.fakes import fake_of_fixed_size
+from ..ir.fakes import fake_twin
 from ..ir.inputs import FOUND, SCALE
 from ..lower.emitter import emit
 from ..lower.joint import JointPasses, joint_passes
@@ -239,7 +239,7 @@ class Planner:
         inputs = planned.inputs
         working = self._working_copies(planned, example_inputs, facts.target.low)
         scaling = _scaling(example_inputs) if inputs.scaled else []
-        fixed = [fake_of_fixed_size(copy) for copy in working]
+        fixed = [fake_twin(copy) for copy in working]
         given = inputs.assembled(example_inputs, fixed, scaling)
         # Passes over the joint graph call kernels of the device, which an absent one can't have.
         joint = joint_passes(
