@@ -23,9 +23,8 @@ class GPU:
         memory: bytes.
         bandwidth: of its memory, bytes/s.
         fp32: FLOP/s of FP32 products outside of Tensor Cores.
-        low: FLOP/s of FP16 products, and of BF16 ones if `bf16`.
+        low: FLOP/s of FP16 products, and from Ampere on of BF16 ones.
         shared: bytes of shared memory that one block may use.
-        bf16: whether it multiplies in BF16 as fast as in FP16.
     """
 
     name: str
@@ -36,7 +35,6 @@ class GPU:
     fp32: float
     low: float
     shared: int
-    bf16: bool = True
 
 
 _GIB = 2**30
@@ -54,11 +52,9 @@ GPUS: dict[str, GPU] = {
     "a10g": GPU("NVIDIA A10G", (8, 6), 80, 24 * _GIB, 0.6e12, 35e12, 70e12, 101376),
     "rtx3090": GPU("NVIDIA GeForce RTX 3090", (8, 6), 82, 24 * _GIB, 0.936e12, 35.6e12, 71e12,
                 101376),
-    "t4": GPU("Tesla T4", (7, 5), 40, 16 * _GIB, 0.32e12, 8.1e12, 65e12, 65536, bf16=False),
-    "v100": GPU("Tesla V100-SXM2-16GB", (7, 0), 80, 16 * _GIB, 0.9e12, 15.7e12, 125e12, 98304,
-                bf16=False),
-    "p100": GPU("Tesla P100-SXM2-16GB", (6, 0), 56, 16 * _GIB, 0.732e12, 10.6e12, 21.2e12, 49152,
-                bf16=False),
+    "t4": GPU("Tesla T4", (7, 5), 40, 16 * _GIB, 0.32e12, 8.1e12, 65e12, 65536),
+    "v100": GPU("Tesla V100-SXM2-16GB", (7, 0), 80, 16 * _GIB, 0.9e12, 15.7e12, 125e12, 98304),
+    "p100": GPU("Tesla P100-SXM2-16GB", (6, 0), 56, 16 * _GIB, 0.732e12, 10.6e12, 21.2e12, 49152),
 }  # fmt: skip
 """The GPUs known by name."""
 

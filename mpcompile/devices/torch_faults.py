@@ -22,22 +22,19 @@ class TorchFault:
     Attributes:
         name: a few words.
         wrong: what comes out wrong, and when.
-        since: the first release that has it, of those that mpcompile supports.
-        until: the first release that doesn't; None: none is known.
+        until: the first release that doesn't have it; None: none is known. All supported ones
+            before do.
         way_round: what mpcompile does about it, where, and what that costs.
     """
 
     name: str
     wrong: str
-    since: str
     until: str | None
     way_round: str
 
     def is_here(self, version: str = torch.__version__) -> bool:
         """Whether a release of torch has it."""
-        return release(self.since) <= release(version) and (
-            self.until is None or release(version) < release(self.until)
-        )
+        return self.until is None or release(version) < release(self.until)
 
 
 SCHEDULER_FORGETS_WRITES = TorchFault(
@@ -45,7 +42,6 @@ SCHEDULER_FORGETS_WRITES = TorchFault(
     wrong="A value that was written in place (a scatter: the backward of max_pool2d) may be read "
     "before it is written, where Inductor aligns the loops of its reader with another node's. "
     "After max_pool2d, the gradients of all convolutions are exactly 0.",
-    since="2.12",
     until="2.14",
     way_round="`mpcompile/lower/write_order.py` puts the forgotten order back, in our compilations "
     "alone. It costs nothing: a right program compiles to the same code.",
@@ -56,7 +52,6 @@ SHALLOW_VOLUMES = TorchFault(
     wrong="oneDNN leaves parts of the weight gradient of conv3d and conv_transpose3d unwritten "
     "where the kernel is larger than the padded volume is without its padding, such as a kernel of "
     "3 with padding 1 over a depth of 2; some sizes write out of bounds.",
-    since="2.12",
     until=None,
     way_round="`passes/graph/guard_kernels.py` computes these convolutions in FP32, whatever the "
     "policy. In BF16 they would be faster.",
@@ -66,7 +61,6 @@ ZEROS_ARE_REUSED = TorchFault(
     name="Inductor reuses the memory of zeros that have none",
     wrong="The backward of forward mode (torch.func.jvp, jacfwd, hessian) raises under Inductor: "
     "'ZeroTensors are immutable'.",
-    since="2.12",
     until="2.14",
     way_round="`fill_zeros` (`passes/joint/lowered_faults.py`) fills tensors with zeros in graphs "
     "with a transform of functorch. It costs these tensors' memory.",
@@ -77,7 +71,6 @@ WRITTEN_INPUT_KEPT = TorchFault(
     wrong="Where the forward writes an input that needs no gradient, AOTAutograd's partitioner may "
     "keep the input itself and recompute, in the backward, what was computed before the write. A "
     "checkpoint that reads such values gives wrong gradients.",
-    since="2.12",
     until=None,
     way_round="`keep_written_inputs` (`passes/joint/kept_for_backward.py`) keeps a copy of the "
     "input as it was: its memory once more, only where the gradient would be wrong.",
@@ -87,7 +80,6 @@ MAXIMA_DECLARED_TWICE = TorchFault(
     name="Inductor's C++ declares maxima twice",
     wrong="Two equal maxima of BF16 or FP16 values in one loop, such as x.amax(1) and "
     "x.mT.amax(2), do not compile: 'conflicting declaration'.",
-    since="2.12",
     until=None,
     way_round="`widen_maxima` (`passes/joint/lowered_faults.py`) takes them in FP32, which gives "
     "the same values and costs nothing.",
@@ -98,7 +90,6 @@ POOLS_COUNT_OTHERWISE = TorchFault(
     wrong="Indices of max_pool2d and max_pool3d with a window of more than 25 elements, and "
     "gradients, are those of other elements, in any dtype, where depth, height and width don't lie "
     "in this order in memory.",
-    since="2.12",
     until=None,
     way_round="`order_pools` (`passes/joint/lowered_faults.py`) lays out in order what such a pool "
     "reads: a copy.",
@@ -109,7 +100,6 @@ GCC_MISCOPIES_TILES = TorchFault(
     wrong="g++ 11 and 12, on a CPU with AVX512 that they don't know and so tune for none: a tile "
     "of 32x32 BF16 or FP16 elements that is transposed twice in a loop holds what was on the "
     "stack.",
-    since="2.12",
     until=None,
     way_round=f"`mpcompile/lower/write_order.py` hands g++ {GCC_FLAG} where it tunes for no CPU. "
     "It costs no time.",

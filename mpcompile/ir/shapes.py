@@ -70,15 +70,14 @@ class Alignment:
     Attributes:
         product: the product as captured.
         padded: label -> its size after padding, for the labels that are padded.
-        wanted: the dims that should be multiples of `multiple`.
-        unaligned: the dims of `wanted` that are not: before padding, and after.
+        before, after: the dims that should be multiples of `multiple` and are not, before padding
+            and after.
         multiple: in elements.
         reason: what was padded, or why nothing was.
     """
 
     product: Product
     padded: Mapping[str, Size]
-    wanted: tuple[str, ...]
     before: tuple[str, ...]
     after: tuple[str, ...]
     multiple: int
@@ -90,12 +89,10 @@ class Lanes:
     """The lanes at the end of one dimension of a value.
 
     Attributes:
-        real: the size without them.
         padded: the size with them.
         content: the number that every lane holds, or None: unknown, so the lanes must be cut off.
     """
 
-    real: Size
     padded: Size
     content: float | None
 

@@ -106,7 +106,7 @@ def _through_dim(
     content = _at_lanes(node, contents)
     if lanes is None or content is None:
         return None
-    return Kept(Lanes(lanes.real, lanes.padded, content), wanted)
+    return Kept(Lanes(lanes.padded, content), wanted)
 
 
 def _is_small(value: torch.Tensor, shape: torch.Size) -> bool:

@@ -11,6 +11,7 @@ compiled program makes them.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -211,14 +212,14 @@ def _conv(
 def _attention(random: _Random, batch: int, queries: int, keys: int, head: int) -> Calls:
     q, k, v = (random(1, batch, n, head).requires_grad_() for n in (queries, keys, keys))
     gradient = random(1, batch, queries, head)
+    forward = functools.partial(functional.scaled_dot_product_attention, q, k, v)
+    return _through_autograd(forward, (q, k, v), gradient)
 
-    def forward() -> Tensor:
-        return functional.scaled_dot_product_attention(q, k, v)
 
-    def both() -> tuple[Tensor, ...]:
-        return torch.autograd.grad(forward(), (q, k, v), gradient)
-
-    return Calls(forward, both)
+def _through_autograd(
+    forward: Callable[[], Tensor], wanted: Sequence[Tensor], gradient: Tensor
+) -> Calls:
+    return Calls(forward, lambda: torch.autograd.grad(forward(), wanted, gradient))
 
 
 _LAYERS: dict[int, Callable[[int, int], torch.nn.RNNBase]] = {
@@ -232,16 +233,7 @@ def _rnn(random: _Random, batch: int, steps: int, input: int, hidden: int, gates
     x = random(steps, batch, input).requires_grad_()
     gradient = random(steps, batch, hidden)
     layer = _LAYERS[gates](input, hidden).to(x.device, x.dtype)
-    wanted = (x, *layer.parameters())
-
-    def forward() -> Tensor:
-        output: Tensor = layer(x)[0]
-        return output
-
-    def both() -> tuple[Tensor, ...]:
-        return torch.autograd.grad(forward(), wanted, gradient)
-
-    return Calls(forward, both)
+    return _through_autograd(lambda: layer(x)[0], (x, *layer.parameters()), gradient)
 
 
 def _copy(random: _Random, bytes: int) -> Calls:
@@ -253,7 +245,4 @@ def _copy(random: _Random, bytes: int) -> Calls:
     def forward() -> Tensor:
         return torch.add(x, 1.0, out=out)
 
-    def both() -> tuple[Tensor, ...]:
-        return forward(), forward()
-
-    return Calls(forward, both)
+    return Calls(forward, lambda: (forward(), forward()))

@@ -40,15 +40,15 @@ class _Kind:
         dims: names of the dims, in the order of `Sample.dims`.
         flops: floating-point operations of the forward; a multiply and an add are two.
         elements: tensor elements read and written by the forward, each counted once.
-        features: positive numbers that are close if two sizes behave alike; distances are taken
-            between their logs.
+        features: positive numbers that are close if two sizes behave alike (the dims themselves,
+            unless said otherwise); distances are taken between their logs.
         flops_of_both, elements_of_both: forward and backward together, as multiples of the forward.
     """
 
     dims: tuple[str, ...]
     flops: Callable[..., float]
     elements: Callable[..., float]
-    features: Callable[..., tuple[float, ...]]
+    features: Callable[..., tuple[float, ...]] = lambda *dims: dims
     flops_of_both: float = 3.0
     elements_of_both: float = 3.0
 
@@ -59,7 +59,6 @@ KINDS: Mapping[str, _Kind] = {
         dims=("batch", "m", "n", "k"),
         flops=lambda batch, m, n, k: 2.0 * batch * m * n * k,
         elements=lambda batch, m, n, k: batch * (m * k + k * n + m * n),
-        features=lambda batch, m, n, k: (batch, m, n, k),
     ),
     # kernel: the product of the kernel's sides. positions: number of output positions of a sample.
     "conv": _Kind(
@@ -84,7 +83,6 @@ KINDS: Mapping[str, _Kind] = {
         dims=("batch", "queries", "keys", "head"),
         flops=lambda batch, queries, keys, head: 4.0 * batch * queries * keys * head,
         elements=lambda batch, queries, keys, head: 2.0 * batch * (queries + keys) * head,
-        features=lambda batch, queries, keys, head: (batch, queries, keys, head),
         flops_of_both=3.5,  # two products forward; backward five, one of them a recomputation
     ),
     # gates: 4 for LSTM, 3 for GRU, 1 for RNN. Weights count as read once, as if they stay in cache.
@@ -104,7 +102,6 @@ KINDS: Mapping[str, _Kind] = {
         dims=("bytes",),
         flops=lambda bytes: 0.0,
         elements=lambda bytes: 0.0,  # counted in bytes already: see `_bytes`
-        features=lambda bytes: (bytes,),
         elements_of_both=2.0,
     ),
 }

@@ -16,21 +16,3 @@ from .lookup import (
     written_args,
 )
 from .rule import UNKNOWN, Keeps, Kind, Recurrent, Rule
-
-__all__ = [
-    "PACKETS",
-    "RNN_OPS",
-    "UNKNOWN",
-    "Keeps",
-    "Kind",
-    "Recurrent",
-    "Rule",
-    "castable",
-    "known_ops",
-    "multiplies",
-    "places",
-    "register_rule",
-    "rule_for",
-    "rule_named",
-    "written_args",
-]

@@ -76,7 +76,7 @@ class _Aligner:
         elif before:
             padded, reason = self._padded(node, found, before, multiple)
         after = _unaligned(found, padded, wanted, multiple)
-        return Alignment(found, padded, wanted, before, after, multiple, reason)
+        return Alignment(found, padded, before, after, multiple, reason)
 
     def _padded(
         self, node: fx.Node, found: Product, dims: tuple[str, ...], multiple: int
@@ -257,7 +257,6 @@ def _result_lanes(decided: Alignment) -> DimLanes:
     return {
         # Zeros; unknown, if an operand without the label (a bias) is added to them.
         dim: Lanes(
-            product.sizes[label],
             decided.padded[label],
             0.0 if all(label in product.operands[path] for path in product.added) else None,
         )
