@@ -8,18 +8,19 @@ has changed much.
 from __future__ import annotations
 
 import inspect
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import nn
 from typing_extensions import Unpack
 
-from .. import ir
 from ..errors import MPCompileError, kind_of
 from ..ir.dtypes import HALF
-from ..observe.record import Numbers, Record
+from ..observe.fault import GraphRuns, dtype_of
+from ..observe.record import Record
 from ..plans.pipeline import Planned
 from ..rules.policy import Policy
 from ..runtime.records import studied
@@ -134,25 +135,10 @@ def _out_of_range(
     graph: Planned, record: Record, margin: float
 ) -> Iterator[tuple[str, str, float]]:
     """(node, which number, its magnitude) for each operator that a low dtype would break."""
-    lines = {line.name: line for line in graph.plan.nodes}
-    for n in graph.rewritten.graph.nodes:
-        if n.name not in lines or lines[n.name].is_added:
-            continue
-        for place in (n, *n.all_input_nodes):
-            if _dtype(place) not in HALF:
-                continue
-            end = torch.finfo(_dtype(place)).max / margin
-            source = ir.unadded(place).name
-            what = "result" if place is n else f"operand {source}"
-            if (amax := record.values.get(source, Numbers()).amax) > end:
-                yield n.name, what, amax
+    case = GraphRuns(graph.rewritten.graph, graph.plan, low=Record(), full=record)
+    for n in filter(case.is_program, case.graph.nodes):
+        yield from ((n.name, *found) for found in case.too_large(n, margin))
         # No loss scale below 1 is counted on: the other gradients need one above.
-        if _dtype(n) in HALF:
-            steep = record.gradients.get(n.name, Numbers()).amax
-            if steep > torch.finfo(_dtype(n)).max / margin:
-                yield n.name, "gradient of the result", steep
-
-
-def _dtype(n: fx.Node) -> torch.dtype:
-    value = ir.tensor(n)
-    return torch.float32 if value is None else value.dtype
+        steep = case.gradient_amax(n.name)
+        if dtype_of(n) in HALF and torch.finfo(dtype_of(n)).max / margin < steep < math.inf:
+            yield n.name, "gradient of the result", steep

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import isinf
 
@@ -108,15 +108,26 @@ class GraphRuns:
         return self.known("gradients", name).amax
 
     def known(self, what: str, name: str) -> Numbers:
-        """The numbers of one of the "values" or "gradients" there."""
+        """The numbers of one of the "values" or "gradients" there; see `whole`."""
+        name = whole(self.nodes[name]).name
         found = [getattr(r, what) for r in (self.exact, self.full) if r is not None]
         return next((of[name] for of in found if name in of), _UNKNOWN)
 
     def value(self, n: fx.Node) -> Numbers:
-        """The numbers of a value in the rewritten graph."""
-        while ir.is_getitem(n):
-            n = n.all_input_nodes[0]
-        return self.low.values.get(n.name, Numbers())
+        """The numbers of a value in the rewritten graph; see `whole`."""
+        return self.low.values.get(whole(n).name, Numbers())
+
+    def too_large(self, n: fx.Node, margin: float = 1 / NEAR) -> Iterator[tuple[str, float]]:
+        """What of an operator would not fit the low dtype that it is in, were it `margin` times as
+        large: which number, and its magnitude.
+        """
+        for place in (n,) if ir.is_getitem(n) else (n, *n.all_input_nodes):
+            if dtype_of(place) in HALF:
+                source = ir.unadded(place).name
+                what = "result" if place is n else f"operand {source}"
+                amax = self.amax(source)
+                if torch.finfo(dtype_of(place)).max / margin < amax < float("inf"):
+                    yield what, amax
 
     def gradients_arrive_bad(self) -> bool:
         """Whether a gradient that is not finite leaves the graph, to a parameter or another input.
@@ -133,9 +144,8 @@ class GraphRuns:
         """How many more elements of a value are not finite than in FP32; None if FP32's are not
         known.
         """
-        while ir.is_getitem(n):
-            n = n.all_input_nodes[0]
-        wanted = self.full.values.get(ir.unadded(n).name) if self.full is not None else None
+        source = whole(ir.unadded(n)).name
+        wanted = self.full.values.get(source) if self.full is not None else None
         return None if wanted is None else self.value(n).bad - wanted.bad
 
     def is_program(self, n: fx.Node) -> bool:
@@ -181,6 +191,13 @@ class GraphRuns:
             line = dataclasses.replace(line, source=source, frames=step.frames)
         own = [name for name in pins if name in self.nodes and self.is_program(self.nodes[name])]
         return Fault(kind, line, reason, amax, tuple(dict.fromkeys(own)))
+
+
+def whole(n: fx.Node) -> fx.Node:
+    """The operator whose result this is, or is a part of: the numbers are those of all parts."""
+    while ir.is_getitem(n):
+        n = n.all_input_nodes[0]
+    return n
 
 
 def dtype_of(n: fx.Node) -> torch.dtype:

@@ -91,7 +91,9 @@ def _overflowed(case: GraphRuns, n: fx.Node) -> Fault:
         pins = rounded
     else:
         reason = f"a sum or product inside of it leaves the range of {name}"
-    return case.fault(FaultKind.OVERFLOW, line, reason, amax, [*pins, *_too_large(case)])
+    # The operators in a low dtype whose values come near the end of its range in FP32.
+    near = [x.name for x in case.graph.nodes if case.is_program(x) and any(case.too_large(x))]
+    return case.fault(FaultKind.OVERFLOW, line, reason, amax, [*pins, *near])
 
 
 def _flushed_operand(case: GraphRuns, n: fx.Node) -> fx.Node | None:
@@ -102,17 +104,6 @@ def _flushed_operand(case: GraphRuns, n: fx.Node) -> fx.Node | None:
         if full is not None and case.value(operand).zeros > full.zeros:
             return source
     return None
-
-
-def _too_large(case: GraphRuns) -> Iterator[str]:
-    """The operators in a low dtype whose values come near the end of its range in FP32."""
-    for n in case.graph.nodes:
-        if not case.is_program(n):
-            continue
-        low = [x for x in (n, *n.all_input_nodes) if dtype_of(x) in HALF]
-        end = NEAR * torch.finfo(dtype_of(low[0])).max if low else 0.0
-        if any(end < case.amax(ir.unadded(x).name) < float("inf") for x in low):
-            yield n.name
 
 
 def _own(case: GraphRuns) -> Fault | None:

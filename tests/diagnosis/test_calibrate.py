@@ -77,6 +77,20 @@ def test_a_steep_gradient_is_pinned() -> None:
     assert "gradient" in steep.reasons["linear_2"]
 
 
+class Halves(Net):
+    """`last` reads the result of `hot` in two parts, as an attention does its queries and keys."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        one, other = self.hot(self.first(x)).chunk(2)
+        return self.last(one) + self.last(other)
+
+
+def test_who_reads_a_part_of_a_result_is_pinned_with_those_who_read_all() -> None:
+    policy = calibrate(Halves(1e6), [ones()], **FP16)
+    assert policy.nodes.keys() >= {"linear_1", "linear_2", "linear_3"}
+    assert torch.isfinite(mpcompile(Halves(1e6), policy=policy, **FP16)(ones())).all()
+
+
 def test_it_says_in_how_many_batches_and_how_large() -> None:
     batches = [ones(), ones(1e6), ones(2e6)]
     policy = calibrate(Net(1.0), batches, **FP16)
