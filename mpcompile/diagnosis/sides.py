@@ -25,7 +25,7 @@ from ..errors import MPCompileError
 from ..ir.scale import INIT_SCALE, ScaleRule
 from ..lower.tracing_settings import settings_for
 from ..observe.record import Numbers, Record, moved
-from ..observe.watch import Comparing, Exact, Keeping, Observer, gradient_units
+from ..observe.watch import Exact, Keeping, Observer, gradient_units
 from ..planner.target import device_of, target_of
 from ..plans.graph_plan import GraphPlan, plan_of_left
 from ..rules.policy import Level
@@ -193,14 +193,10 @@ class Sides:
             return Exact(graph.captured, record).run(*args)
         exact = self._exact.record_of(number, graph)
         if self._side == "fp32":
-            if exact is None:
-                plain = Keeping if self.keep else Observer
-                return plain(graph.captured, record).run(*args)
-            return Comparing(graph.captured, record, exact).run(*args)
+            kind = Keeping if self.keep else Observer
+            return kind(graph.captured, record, exact).run(*args)
         inputs = self._assembled(graph, args)
-        if exact is None:
-            return Observer(graph.rewritten, record).run(*inputs)
-        return Comparing(graph.rewritten, record, exact, self.scale).run(*inputs)
+        return Observer(graph.rewritten, record, exact, self.scale).run(*inputs)
 
     def _assembled(self, graph: Planned, args: Sequence[Any]) -> list[Any]:
         inputs, device = graph.inputs, device_of(args)

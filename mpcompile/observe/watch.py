@@ -6,7 +6,7 @@
 
 The graph is one that passes rewrite, before checkpoints are folded back: captured (the FP32
 program) or rewritten. Autocast must be off, as the graph states every dtype itself. `Keeping` and
-`Exact` keep what they compute; `Comparing` compares with that.
+`Exact` keep what they compute; an `Observer` may compare with that.
 """
 
 from __future__ import annotations
@@ -29,23 +29,31 @@ from .record import BackwardStep, Numbers, Record, Shares, floats_of, histogram
 
 
 class Observer(fx.Interpreter):
-    """Records magnitudes and what is not finite.
+    """Records magnitudes and what is not finite; beside an exact run, also how far off it all is.
 
-    Attributes:
-        of_leaves: whether also of the gradients of parameters.
+    Args:
+        gm: the captured graph, or the rewritten one.
+        record: filled by the run.
+        exact: the record of the exact run, with its backward done; None: compare with nothing.
+        scale: the loss scale of the rewritten graph; None for the captured one.
     """
 
-    of_leaves = False
-
-    def __init__(self, gm: fx.GraphModule, record: Record) -> None:
+    def __init__(
+        self,
+        gm: fx.GraphModule,
+        record: Record,
+        exact: Record | None = None,
+        scale: float | None = None,
+    ) -> None:
         super().__init__(gm)
-        self.record = record
+        self.record, self.exact, self.scale = record, exact, scale
+        self.units = gradient_units(gm.graph) if scale is not None else {}
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """The results of the graph on these inputs; the caller's grad mode is as before."""
         try:
             with torch.set_grad_enabled(torch.is_grad_enabled()), autocast_off():
-                return super().run(*(map(passed, args) if self.of_leaves else args), **kwargs)
+                return super().run(*map(_passed, args), **kwargs)
         finally:
             # Autograd's nodes hold this object, by its hooks: what it holds of them is never freed.
             self.env.clear()
@@ -59,8 +67,7 @@ class Observer(fx.Interpreter):
             return result
         with torch.no_grad():
             self.saw(n, result)
-        if n.op != "placeholder" or grad_fns(result):  # no hook stays behind on a parameter
-            self._hook(n, result, known)
+        self._hook(n, result, known)
         return result
 
     def computed(self, n: fx.Node) -> Any:
@@ -90,11 +97,41 @@ class Observer(fx.Interpreter):
     # -- what is recorded -------------------------------------------------------------------------
 
     def saw(self, n: fx.Node, result: Any) -> None:
-        if floats_of(result):
+        if found := floats_of(result):
             self.record.values[n.name] = Numbers.of(result)
+            if self.exact is not None:
+                self._compare(n, found, self.exact)
 
     def saw_gradient(self, n: fx.Node, number: int, gradient: torch.Tensor) -> None:
         self.record.gradients[n.name] += Numbers.of(gradient)
+        if self.exact is not None:
+            self._compare_gradient(n, number, gradient, self.exact)
+
+    def _compare(self, n: fx.Node, found: list[torch.Tensor], exact: Record) -> None:
+        wanted = exact.exact.get(ir.unadded(n).name)
+        if not wanted or [x.shape for x in found] != [x.shape for x in wanted]:
+            return
+        self.record.errors[n.name] = relative_error(found, wanted)
+        if found[0].dtype in HALF:
+            self.record.shares[n.name] = Shares.of(wanted, found[0].dtype)
+
+    def _compare_gradient(
+        self, n: fx.Node, number: int, gradient: torch.Tensor, exact: Record
+    ) -> None:
+        wanted = exact.exact_gradients.get((ir.unadded(n).name, number))
+        if wanted is None or wanted.shape != gradient.shape or gradient.is_sparse:
+            return
+        if not _is_whole(n):
+            return
+        scale = self.scale if self.scale is not None and self.units.get(n) else 1.0
+        error = relative_error([gradient.double() / scale], [wanted])
+        errors, name = self.record.gradient_errors, n.name
+        errors[name] = max(errors.get(name, 0.0), error)
+        if gradient.dtype in HALF:
+            self.record.gradient_shares[name] = Shares.of([wanted], gradient.dtype, scale)
+            nonzero = wanted != 0
+            if total := int(nonzero.sum()):
+                self.record.lost[name] = int(((gradient == 0) & nonzero).sum()) / total
 
     def _hook(self, n: fx.Node, result: Any, known: set[GradFn]) -> None:
         if not torch.is_grad_enabled():
@@ -151,10 +188,8 @@ class Observer(fx.Interpreter):
 class Keeping(Observer):
     """A run whose values and gradients are kept, for others to be compared with."""
 
-    of_leaves = True
-
-    def __init__(self, gm: fx.GraphModule, record: Record) -> None:
-        super().__init__(gm, record)
+    def __init__(self, gm: fx.GraphModule, record: Record, exact: Record | None = None) -> None:
+        super().__init__(gm, record, exact)
         self._written = {ir.storage(to) for n in gm.graph.nodes for to in ir.written(n)}
 
     def saw(self, n: fx.Node, result: Any) -> None:
@@ -244,9 +279,9 @@ class _Pass(torch.autograd.Function):
         return grads[0]
 
 
-def passed(value: Any) -> Any:
-    """An input of a run; the gradient of a leaf is recorded, too, if the run gets this in its
-    place. Writes to it reach the input.
+def _passed(value: Any) -> Any:
+    """What a run gets for an input, so that the gradient of a leaf is recorded, too, and no hook
+    stays behind on a parameter. Writes to it reach the input.
     """
     if not _is_float(value) or not value.requires_grad or not value.is_leaf:
         return value
@@ -275,53 +310,6 @@ def _in_fp64(value: Any) -> Any:
 def _wide_dtype(value: Any) -> Any:
     floating = isinstance(value, torch.dtype) and value.is_floating_point
     return torch.float64 if floating else value
-
-
-class Comparing(Observer):
-    """A run that is compared with the exact one.
-
-    Args:
-        gm: the captured graph, or the rewritten one.
-        record: filled by the run.
-        exact: the record of the exact run, with its backward done.
-        scale: the loss scale of the rewritten graph; None for the captured one.
-    """
-
-    of_leaves = True
-
-    def __init__(
-        self, gm: fx.GraphModule, record: Record, exact: Record, scale: float | None = None
-    ) -> None:
-        super().__init__(gm, record)
-        self.exact = exact
-        self.scale = scale
-        self.units = gradient_units(gm.graph) if scale is not None else {}
-
-    def saw(self, n: fx.Node, result: Any) -> None:
-        super().saw(n, result)
-        found, wanted = floats_of(result), self.exact.exact.get(ir.unadded(n).name)
-        if not found or not wanted or [x.shape for x in found] != [x.shape for x in wanted]:
-            return
-        self.record.errors[n.name] = relative_error(found, wanted)
-        if found[0].dtype in HALF:
-            self.record.shares[n.name] = Shares.of(wanted, found[0].dtype)
-
-    def saw_gradient(self, n: fx.Node, number: int, gradient: torch.Tensor) -> None:
-        super().saw_gradient(n, number, gradient)
-        wanted = self.exact.exact_gradients.get((ir.unadded(n).name, number))
-        if wanted is None or wanted.shape != gradient.shape or gradient.is_sparse:
-            return
-        if not _is_whole(n):
-            return
-        scale = self.scale if self.scale is not None and self.units.get(n) else 1.0
-        error = relative_error([gradient.double() / scale], [wanted])
-        errors, name = self.record.gradient_errors, n.name
-        errors[name] = max(errors.get(name, 0.0), error)
-        if gradient.dtype in HALF:
-            self.record.gradient_shares[name] = Shares.of([wanted], gradient.dtype, scale)
-            nonzero = wanted != 0
-            if total := int(nonzero.sum()):
-                self.record.lost[name] = int(((gradient == 0) & nonzero).sum()) / total
 
 
 def _is_whole(n: fx.Node) -> bool:

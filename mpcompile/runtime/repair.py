@@ -25,7 +25,7 @@ from ..ir.text import places
 from ..observe.fault import Fault, FaultKind, GraphRuns
 from ..observe.find_fault import find
 from ..observe.record import Record
-from ..observe.watch import Observer, passed
+from ..observe.watch import Observer
 from ..plans.pipeline import Planned
 from ..scaling import guard
 from ..scaling.loss_scale import LossScale
@@ -172,8 +172,7 @@ class NotedCall:
             found.requires_grad_()
         with unchanged(self._devices), torch.enable_grad():
             self._random.restore()
-            own = given if scaling else list(map(passed, given))
-            results = Observer(gm, record).run(*own, *scaling)
+            results = Observer(gm, record).run(*given, *scaling)
             into = [(results[i], grad) for i, grad in self._received.items()]
             into = [(x, grad.to(x.dtype)) for x, grad in into if x.requires_grad]
             if into:
