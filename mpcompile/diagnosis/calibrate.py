@@ -71,7 +71,7 @@ def calibrate(
         raise MPCompileError(
             f"batches={kind_of(batches)}: give several, such as a DataLoader or a list, [batch]"
         )
-    if not margin >= 1:
+    if not (isinstance(margin, (int, float)) and margin >= 1):  # type: ignore[redundant-expr]
         raise MPCompileError(f"margin={margin!r}: give a number from 1")
     sides, _ = sides_of(model, options, "pin")
     seen: list[dict[str, tuple[float, str]]] = []

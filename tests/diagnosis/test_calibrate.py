@@ -142,6 +142,7 @@ def test_batches_as_a_loader_gives_them() -> None:
     [
         ({"batches": []}, "batches is empty"),
         ({"batches": [ones()], "margin": 0.5}, "margin=0.5"),
+        ({"batches": [ones()], "margin": "4"}, "margin='4': give a number from 1"),
         ({"batches": [ones()], "level": "O0"}, "nothing to pin"),
         ({"batches": [ones()], "loss_fn": lambda model, batch: model(batch)}, "loss_fn returned"),
         ({"batches": [ones()], "levle": "O1"}, "did you mean 'level'"),
