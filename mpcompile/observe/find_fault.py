@@ -26,7 +26,7 @@ from .. import ir
 from ..ir.dtypes import HALF
 from ..ir.scale import INIT_SCALE
 from ..torch_inside.names import pytree
-from .fault import NEAR, Fault, FaultKind, GraphRuns, dtype_of, low_name, text
+from .fault import NEAR, Fault, FaultKind, GraphRuns, dtype_of, low_name, text, whole
 from .record import BackwardStep, Numbers
 
 
@@ -62,7 +62,7 @@ def _overflow(case: GraphRuns) -> Fault | None:
 
 
 def _overflowed(case: GraphRuns, n: fx.Node) -> Fault:
-    source = ir.unadded(n)
+    source = whole(ir.unadded(n))
     amax, low = case.amax(source.name), dtype_of(n)
     end = torch.finfo(low).max
     read_by = case.readers(n)
