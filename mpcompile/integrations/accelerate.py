@@ -25,9 +25,9 @@ from torch.optim import Optimizer
 
 from ..api import mpcompile
 from ..errors import MPCompileError
-from ..optim import MPOptimizer
 from ..runtime.records import compiled_in, loss_scale_of
 from ..scaling.loss_scale import LossScale
+from . import compiled_optimizer
 
 SCALES_FILE = "loss_scale.pt"  # in the folder of a checkpoint
 _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
@@ -190,9 +190,8 @@ class MPCompileAccelerator(Accelerator):  # type: ignore[misc]
         Raises:
             MPCompileError: it can't be compiled; says what to do.
         """
-        known = isinstance(optimizer, (MPOptimizer, AcceleratedOptimizer))
-        if self.compile_optimizers and not known:
-            optimizer = MPOptimizer(optimizer, emit=self.compile_options.get("emit", "inductor"))
+        if self.compile_optimizers and not isinstance(optimizer, AcceleratedOptimizer):
+            optimizer = compiled_optimizer(optimizer, self.compile_options)
         return super().prepare_optimizer(optimizer, device_placement)
 
     def compile_model(self, model: nn.Module) -> nn.Module:

@@ -15,9 +15,9 @@ from torch.optim import Optimizer
 
 from ..api import mpcompile
 from ..errors import MPCompileError
-from ..optim import MPOptimizer
 from ..runtime.records import loss_scale_of
 from ..torch_inside.modules import compiled_call
+from . import compiled_optimizer
 
 # The modules that a plugin has compiled: another Trainer's may compile them again.
 _by_plugins: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -69,13 +69,7 @@ class CompiledPrecision:
         """
         if not self._compile_optimizers:
             return model, list(optimizers), lr_schedulers
-        return model, [self._compiled(optimizer) for optimizer in optimizers], lr_schedulers
-
-    def _compiled(self, optimizer: Optimizer) -> Optimizer:
-        if isinstance(optimizer, MPOptimizer):
-            return optimizer
-        inductors = {k: v for k, v in self._options.items() if k in ("emit", "mode", "options")}
-        return MPOptimizer(optimizer, **inductors)
+        return model, [compiled_optimizer(one, self._options) for one in optimizers], lr_schedulers
 
     # -- checkpoints ------------------------------------------------------------------------------
 
