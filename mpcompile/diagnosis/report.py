@@ -242,13 +242,19 @@ def _losses(report: Report) -> Grid:
     return grid
 
 
+def _without_faults(report: Report) -> tuple[str, bool]:
+    """What there is to say if no fault was found, and whether all is well then."""
+    if report.graphs and all(graph.left is not None for graph in report.graphs):
+        return "nothing was looked at: no graph was rewritten", False
+    if math.isfinite(report.losses["low"]):
+        return "no fault found", True
+    return "the loss is not finite, but no operator made it so", False
+
+
 def _faults(report: Report) -> Iterator[Part]:
     if not report.faults:
-        finite = math.isfinite(report.losses["low"])
-        looked = not report.graphs or any(graph.left is None for graph in report.graphs)
-        text = "no fault found" if finite else "the loss is not finite, but no operator made it so"
-        text = text if looked else "nothing was looked at: no graph was rewritten"
-        yield Text(text, style="green" if finite and looked else "bold red")
+        text, fine = _without_faults(report)
+        yield Text(text, style="green" if fine else "bold red")
     for fault in report.faults:
         head, *rest = str(fault).splitlines()
         yield Text(head, style="bold red")
@@ -339,7 +345,7 @@ def render(report: Report) -> str:
         warnings={"Not found out": report.notes},
         numbers={
             "faults": report.faults,
-            "finite": math.isfinite(report.losses["low"]),
+            "without": _without_faults(report),
             "chart": chart,
             "panels": chart.panels if chart else (),
             "ranges": RANGES,
