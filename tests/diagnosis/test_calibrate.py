@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from mpcompile import MPCompileError, Policy, calibrate, compiled_plans, mpcompile
+from mpcompile import MPCompileError, Policy, calibrate, compiled_plans, diagnose, mpcompile
 
 END = 65504.0
 
@@ -85,10 +85,15 @@ class Halves(Net):
         return self.last(one) + self.last(other)
 
 
-def test_who_reads_a_part_of_a_result_is_pinned_with_those_who_read_all() -> None:
+def test_a_part_of_a_result_has_the_numbers_of_its_operator() -> None:
+    """Who reads it is pinned; and where all but its readers are, its operator is named."""
     policy = calibrate(Halves(1e6), [ones()], **FP16)
     assert policy.nodes.keys() >= {"linear_1", "linear_2", "linear_3"}
     assert torch.isfinite(mpcompile(Halves(1e6), policy=policy, **FP16)(ones())).all()
+    pins = Policy(nodes={"linear_1": "fp32", "chunk": "fp32"})
+    report = diagnose(Halves(1e6), ones(), policy=pins, **FP16)
+    assert (report.first.node.name, report.pins) == ("chunk", ("linear_2", "linear_3"))
+    assert "its result, up to 1e+06, doesn't fit float16" in report.first.reason
 
 
 def test_it_says_in_how_many_batches_and_how_large() -> None:

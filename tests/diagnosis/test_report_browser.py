@@ -53,10 +53,6 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Report, P
 
 
 class Reader(browser.Reader):
-    def __init__(self, driver: Any, report: Report, path: Path) -> None:
-        super().__init__(driver, path)
-        self.report = report
-
     def one(self, css: str) -> Any:
         return self.driver.find_element(By.CSS_SELECTOR, css)
 
@@ -78,7 +74,7 @@ def read(driver: Any, pages: dict[str, tuple[Report, Path]]) -> Iterator[Callabl
 
 def test_from_the_fault_to_its_numbers(read: Callable[[str], Reader]) -> None:
     reader = read("overflowing")
-    fault = reader.report.first
+    fault = reader.shown.first
     assert fault.node.module == "down"
     assert reader.one(".fault h2").text == "overflow"
     assert fault.node.source.startswith("test_report_browser.py:")
@@ -87,7 +83,7 @@ def test_from_the_fault_to_its_numbers(read: Callable[[str], Reader]) -> None:
     lines = reader.panel.splitlines()
     assert lines[:2] == ["LOW", fault.node.name]
     assert f"overflow: {fault.reason}" in lines
-    (numbers,) = (n for n in reader.report.nodes if n.node == fault.node)
+    (numbers,) = (n for n in reader.shown.nodes if n.node == fault.node)
     assert numbers.value.infs == 8 * 16  # every element
     assert "infinite 128 0" in lines
     assert any(line.startswith("rounded to infinity 100.00%") for line in lines)
@@ -160,7 +156,7 @@ def test_no_number_hides_what_is_not_finite(read: Callable[[str], Reader]) -> No
     reader = read("overflowing")
     wide = reader.driver.find_elements(By.CSS_SELECTOR, "tr[data-key='0/linear_1'] td")
     assert [cell.text for cell in wide[2:4]] == ["-", "0"]
-    assert [cell.text for cell in wide[9:]] == ["∞", f"{reader.report.scale / 128:.3f}"]
+    assert [cell.text for cell in wide[9:]] == ["∞", f"{reader.shown.scale / 128:.3f}"]
     assert reader.column(0)[0] == "linear_1"
     cards = reader.one(".cards").text
     assert "no scale makes a forward finite" in cards
@@ -169,11 +165,11 @@ def test_no_number_hides_what_is_not_finite(read: Callable[[str], Reader]) -> No
 
 def test_search(read: Callable[[str], Reader]) -> None:
     reader = read("overflowing")
-    total = len(reader.report.nodes)
+    total = len(reader.shown.nodes)
     assert reader.one("#status").text == f"{total} of {total} nodes"
     reader.one("body").send_keys("/")
     reader.driver.switch_to.active_element.send_keys("RELU")
-    lines = [n.node for n in reader.report.nodes]
+    lines = [n.node for n in reader.shown.nodes]
     wanted = [n.name for n in lines if "relu" in f"{n.name} {n.op} {n.reason}"]
     assert 0 < len(wanted) < total
     assert sorted(reader.column(0)) == sorted(wanted)

@@ -72,17 +72,17 @@ def test_an_mp_optimizer_of_some_parameters() -> None:
     check(model, x, optimizer, level="O2", dtype=torch.bfloat16)
 
 
-def test_a_policy() -> None:
-    model, x = checkpointed(), MODELS[checkpointed]()
-    policy = Policy(modules={"head": "fp32"}, full=["gelu"])
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (checkpointed, {"policy": Policy(modules={"head": "fp32"}, full=["gelu"])}),
+        (squared, {"pad": "always", "disable_passes": ["functionalize"]}),
+    ],
+)
+def test_other_options(kind: type[nn.Module], options: Any) -> None:
+    model = kind()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    check(model, x, optimizer, dtype=torch.float16, policy=policy)
-
-
-def test_other_options() -> None:
-    model, x = squared(), MODELS[squared]()
-    optimizer = torch.optim.SGD(model.parameters(), 0.1)
-    check(model, x, optimizer, pad="always", disable_passes=["functionalize"], dtype=HALF[0])
+    check(model, MODELS[kind](), optimizer, dtype=HALF[0], **options)
 
 
 @pytest.mark.parametrize("loss_scale", ["none", 8.0])

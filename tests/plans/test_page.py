@@ -231,11 +231,13 @@ def test_the_page_may_load_nothing(html: str) -> None:
 )
 def test_a_path_that_cannot_be_written(shown: Any, made_of: Any, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    for path in (tmp_path / "file" / "page.html", tmp_path):
-        with pytest.raises(MPCompileError, match=r"can't be written: .*; give the path"):
-            shown.to_html(path)
-    shown.to_html(str(tmp_path / "new" / "page.html"))
-    assert (tmp_path / "new" / "page.html").read_text(encoding="utf-8") == made_of(shown)
+    for path, why in ((tmp_path / "file" / "page", "File exists"), (tmp_path, "Is a directory")):
+        for write in (shown.to_html, shown.save):
+            with pytest.raises(MPCompileError, match=f"can't be written: {why}; give the path"):
+                write(path)
+    page = tmp_path / "new" / "folder" / "page.html"
+    shown.to_html(str(page))
+    assert page.read_text(encoding="utf-8") == made_of(shown)
 
 
 # -- size ------------------------------------------------------------------------------------------

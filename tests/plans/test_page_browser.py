@@ -33,20 +33,10 @@ def plans(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Plan, Pat
 
 
 class Reader(browser.Reader):
-    """Counts the clicks."""
-
-    def __init__(self, driver: Any, plan: Plan, path: Path) -> None:
-        super().__init__(driver, path)
-        self.plan, self.clicks = plan, 0
-
     def all(self, css: str) -> list[Any]:
         return [
             one for one in self.driver.find_elements(By.CSS_SELECTOR, css) if one.is_displayed()
         ]
-
-    def click(self, css: str) -> None:
-        super().click(css)
-        self.clicks += 1
 
     def search(self, text: str) -> None:
         box = self.driver.find_element(By.ID, "search")
@@ -79,7 +69,7 @@ def last_full(plan: Plan, op: str) -> PlanNode:
 @pytest.mark.parametrize(("page", "op"), [("gpt", "aten::softmax"), ("resnet", "aten::batch_norm")])
 def test_why_is_this_fp32_in_two_clicks(read: Callable[[str], Reader], page: str, op: str) -> None:
     """By the precision, and by the module."""
-    node = last_full(read(page).plan, op)
+    node = last_full(read(page).shown, op)
     name = node.name
     for first in ("[data-kind='FULL']", f"#tree [data-path='{node.module}']"):
         reader = read(page)
@@ -96,8 +86,8 @@ def test_why_is_this_fp32_in_two_clicks(read: Callable[[str], Reader], page: str
 
 def test_the_panel_tells_all(read: Callable[[str], Reader]) -> None:
     reader = read("resnet")
-    (node,) = (node for node in reader.plan.nodes if node.name == "conv2d_1")
-    backward = [n.name for n in reader.plan.graphs[0].backward if n.forward == "conv2d_1"]
+    (node,) = (node for node in reader.shown.nodes if node.name == "conv2d_1")
+    backward = [n.name for n in reader.shown.graphs[0].backward if n.forward == "conv2d_1"]
     assert backward
     reader.click("[data-kind='LOW']")
     reader.click(".row[data-key='0/conv2d_1']")
@@ -105,11 +95,11 @@ def test_the_panel_tells_all(read: Callable[[str], Reader]) -> None:
     for text in (node.reason, node.op, node.module, node.source, node.captured, node.planned,
                  *node.frames, *backward, "TENSOR CORES", "as captured"):  # fmt: skip
         assert text in reader.panel, text
-    (line,) = (line for line in reader.plan.graphs[0].after if line.name == node.name)
+    (line,) = (line for line in reader.shown.graphs[0].after if line.name == node.name)
     links = {link.text.partition(":")[0]: link for link in reader.all("#panel li .link")}
     assert set(line.reads) <= set(links)
     reader = read("resnet")
-    graph = reader.plan.graphs[0]
+    graph = reader.shown.graphs[0]
     one = next(x for x in graph.weighed(n.name for n in graph.nodes) if 0 < x.totals[1] < NEVER)
     reader.click(f".row[data-key='0/{one.name}']")
     assert "WHAT THE PLANNER WEIGHED" in reader.panel
@@ -133,12 +123,12 @@ def test_links_lead_to_operands_and_back(read: Callable[[str], Reader]) -> None:
 def test_search(read: Callable[[str], Reader], view: str) -> None:
     reader = read("gpt")
     reader.click(f"#tab-{view}")
-    wanted = {f"0/{n.name}" for n in reader.plan.nodes if "softmax" in n.name + n.reason + n.op}
-    of_program = {f"0/{n.name}" for n in reader.plan.nodes if not n.is_added}
+    wanted = {f"0/{n.name}" for n in reader.shown.nodes if "softmax" in n.name + n.reason + n.op}
+    of_program = {f"0/{n.name}" for n in reader.shown.nodes if not n.is_added}
     reader.search("softmax")
     found = {key for key in reader.rows() if key}
     assert found == (wanted & of_program if view == "backward" else wanted)
-    one = last_full(reader.plan, "aten::softmax")
+    one = last_full(reader.shown, "aten::softmax")
     reader.search(f"SOFTMAX {one.module}")
     fewer = {key for key in reader.rows() if key}
     assert f"0/{one.name}" in fewer < found
@@ -149,7 +139,7 @@ def test_search(read: Callable[[str], Reader], view: str) -> None:
 def test_filters_by_rule_and_precision(read: Callable[[str], Reader]) -> None:
     reader = read("resnet")
     reader.click("#rule option[value='cast']")
-    casts = [f"0/{n.name}" for n in reader.plan.nodes if n.rule == "cast"]
+    casts = [f"0/{n.name}" for n in reader.shown.nodes if n.rule == "cast"]
     assert casts
     assert reader.rows() == casts
     reader.click("[data-kind='LOW']")
@@ -160,7 +150,7 @@ def test_filters_by_rule_and_precision(read: Callable[[str], Reader]) -> None:
 def test_counters_are_under_keep(read: Callable[[str], Reader]) -> None:
     """And a search finds them; that of a batch norm is not beside it."""
     reader = read("resnet")
-    counters = [f"0/{n.name}" for n in reader.plan.nodes if n.op == "aten::add_"]
+    counters = [f"0/{n.name}" for n in reader.shown.nodes if n.op == "aten::add_"]
     assert len(counters) == 20
     assert not set(counters) & set(reader.rows())
     reader.click("#tree [data-path='stem']")
@@ -176,7 +166,7 @@ def test_counters_are_under_keep(read: Callable[[str], Reader]) -> None:
 def test_the_costliest_product_in_fp32_is_open(read: Callable[[str], Reader]) -> None:
     """Where there is one, and the address names no other; the page is at its top."""
     reader = read("mixed")
-    (full,) = (n for n in reader.plan.nodes if n.op == "aten::linear" and n.precision == "FULL")
+    (full,) = (n for n in reader.shown.nodes if n.op == "aten::linear" and n.precision == "FULL")
     assert reader.panel.startswith(f"FULL\n{full.name}\n")
     assert [row.get_attribute("data-key") for row in reader.all(".row.chosen")] == [
         f"0/{full.name}"
@@ -201,7 +191,7 @@ def test_modules_fold(read: Callable[[str], Reader]) -> None:
     def paths() -> list[str]:
         return [row.get_attribute("data-path") for row in reader.all("#tree li")]
 
-    everything = [module.path for module in reader.plan.modules]
+    everything = [module.path for module in reader.shown.modules]
     assert paths() == everything
     reader.click("[data-path='blocks.1'] .fold")
     assert paths() == [p for p in everything if not p.startswith("blocks.1.")]
@@ -215,19 +205,19 @@ def test_modules_fold(read: Callable[[str], Reader]) -> None:
 def test_a_module_shows_its_nodes(read: Callable[[str], Reader]) -> None:
     reader = read("gpt")
     reader.click("#tree [data-path='blocks.1']")
-    inside = [n for n in reader.plan.nodes if f"{n.module}.".startswith("blocks.1.")]
+    inside = [n for n in reader.shown.nodes if f"{n.module}.".startswith("blocks.1.")]
     assert reader.rows() == [f"0/{n.name}" for n in inside]
     reader.click("#tab-backward")
     assert reader.rows() == [f"0/{n.name}" for n in reversed(inside) if not n.is_added]
     reader.click("#module-filter button")
-    assert len(reader.rows()) == len(reader.plan.graphs[0].backward)
+    assert len(reader.rows()) == len(reader.shown.graphs[0].backward)
 
 
 def test_a_mixed_module_shows_its_mixture(read: Callable[[str], Reader]) -> None:
     reader = read("resnet")
     reader.click("#open-all")
     inside = [
-        n for n in reader.plan.nodes
+        n for n in reader.shown.nodes
         if n.module.startswith("stages.7") and not n.is_added and n.op != "aten::add_"
     ]  # fmt: skip
     wide = reader.all("[data-path='stages.7'] .mix")[0].rect["width"]
@@ -270,7 +260,7 @@ def test_before_and_after_stand_side_by_side(read: Callable[[str], Reader], page
     reader.click("#tab-graph")
     while folds := reader.all("#rows .row.gap"):
         folds[0].click()
-    (graph,) = reader.plan.graphs
+    (graph,) = reader.shown.graphs
     left, right = reader.rows("data-before"), reader.rows("data-after")
     assert [name for name in left if name] == [line.name for line in graph.before]
     assert [name for name in right if name] == [line.name for line in graph.after]
@@ -293,8 +283,8 @@ def test_before_and_after_stand_side_by_side(read: Callable[[str], Reader], page
 def test_backward(read: Callable[[str], Reader]) -> None:
     reader = read("gpt")
     reader.click("#tab-backward")
-    assert len(reader.rows()) == len(reader.plan.graphs[0].backward)
-    name = last_full(reader.plan, "aten::softmax").name
+    assert len(reader.rows()) == len(reader.shown.graphs[0].backward)
+    name = last_full(reader.shown, "aten::softmax").name
     reader.click(f".row[data-key='0/{name}']")
     assert reader.panel.startswith(f"FULL\n{name}\n")
     assert reader.driver.find_element(By.CSS_SELECTOR, ".row.chosen b").text == f"{name}_backward"
@@ -316,7 +306,7 @@ def test_several_graphs(read: Callable[[str], Reader]) -> None:
 def test_thousands_of_nodes(read: Callable[[str], Reader]) -> None:
     """The first 3000 rows stand there at once, the others behind a button."""
     reader = read("long")
-    keys = [f"{number}/{n.name}" for number, graph in enumerate(reader.plan.graphs)
+    keys = [f"{number}/{n.name}" for number, graph in enumerate(reader.shown.graphs)
             for n in graph.nodes if not n.is_added and n.op != "aten::add_"]  # fmt: skip
     assert len(keys) > 3000
     shown = [key for key in reader.rows() if key]

@@ -51,13 +51,14 @@ def opened(driver: Any, path: Path) -> Any:
 
 
 class Reader:
-    """A person before a page."""
+    """A person before the page of a plan or of a report, who counts the clicks."""
 
-    def __init__(self, driver: Any, path: Path) -> None:
-        self.driver = opened(driver, path)
+    def __init__(self, driver: Any, shown: Any, path: Path) -> None:
+        self.driver, self.shown, self.clicks = opened(driver, path), shown, 0
 
     def click(self, css: str) -> None:
         self._use(css, lambda one: one.click())
+        self.clicks += 1
 
     @property
     def panel(self) -> str:
