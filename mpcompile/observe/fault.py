@@ -153,10 +153,12 @@ class GraphRuns:
         return n.name in self.lines and not self.lines[n.name].is_added
 
     def readers(self, n: fx.Node) -> list[fx.Node]:
-        """The operators of the program that read this value, through casts and scaling of ours."""
+        """The operators of the program that read this value or a part of it, through casts and
+        scaling of ours.
+        """
         found = []
         for user in n.users:
-            if ir.role(user) in ir.ADDED:
+            if ir.role(user) in ir.ADDED or ir.is_getitem(user):
                 found += self.readers(user)
             elif self.is_program(user):
                 found.append(user)
