@@ -20,7 +20,7 @@ from ..observe.record import EXPONENTS, Numbers, Shares
 from ..plans import stored
 from ..plans.graph_plan import GraphPlan, PlanNode
 from ..plans.grid import Grid, Part, Shown
-from ..plans.page.render import Page, data_of, html
+from ..plans.page.render import data_of, html
 from ..plans.plan_text import dtype_word, has_units, short, style
 from .histogram import RANGES, chart_of
 
@@ -330,7 +330,7 @@ def render(report: Report) -> str:
     """The page of a report; the same text for the same report."""
     drawn = any(report.histogram) or report.zeros
     chart = chart_of(report.histogram, report.zeros, report.scale) if drawn else None
-    page = Page(
+    return html(
         model=report.model,
         about="what its numbers do",
         facts={"level": report.level, "low dtype": report.dtype, "device": report.device},
@@ -352,7 +352,6 @@ def render(report: Report) -> str:
             "percent": _percent,
         },
     )
-    return html(page)
 
 
 def _tiles(report: Report) -> Iterator[tuple[str, str, str]]:

@@ -10,7 +10,7 @@ import difflib
 import hashlib
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -48,11 +48,17 @@ class Chart:
     note: str = ""
 
 
-@dataclass(frozen=True)
-class Page:
-    """What a page shows.
+# What a page may lack.
+_NOTHING = {"verdict": (), "tiles": (), "charts": (), "notes": {}, "numbers": None}
 
-    Attributes:
+
+def html(**page: Any) -> str:
+    """The file of a page; the same text for the same page.
+
+    Its content security policy allows no request, and no style or script but its own, so that a
+    name in the user's program can't become part of the page.
+
+    Args:
         model, about: its title.
         facts: what stands beside the title: "level" -> "O1".
         views: the tabs of the list of nodes, by the names that `rows.js` and `tables.js` have.
@@ -63,26 +69,6 @@ class Page:
         notes: title -> the sentences under it; none without sentences is shown. `warnings` are
             notes that the user should look at, and stand first.
         numbers: what stands on the page of a report alone: "faults" and the histogram.
-    """
-
-    model: str
-    about: str
-    facts: dict[str, str]
-    views: dict[str, str]
-    data: dict[str, Any]
-    warnings: dict[str, tuple[str, ...]]
-    notes: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    verdict: tuple[str, ...] = ()
-    tiles: tuple[tuple[str, str, str], ...] = ()
-    charts: tuple[Chart, ...] = ()
-    numbers: dict[str, Any] | None = None
-
-
-def html(page: Page) -> str:
-    """The file of a page; the same text for the same page.
-
-    Its content security policy allows no request, and no style or script but its own, so that a
-    name in the user's program can't become part of the page.
     """
     environment = Environment(
         loader=FileSystemLoader(_HERE),
@@ -95,7 +81,7 @@ def html(page: Page) -> str:
     style, script = _joined("page.css"), _joined(*_SCRIPTS)
     hashes = {"style_hash": _hash(style), "script_hash": _hash(script)}
     template = environment.get_template("page.html")
-    return template.render(page=page, style=style, script=script, **hashes)
+    return template.render(page={**_NOTHING, **page}, style=style, script=script, **hashes)
 
 
 def _joined(*names: str) -> str:
@@ -115,7 +101,7 @@ def render(plan: PlanData) -> str:
     facts = {"level": plan.level, "low dtype": ", ".join(_low_dtypes(plan.graphs))}
     facts["device"] = plan.gpu.name if plan.gpu else plan.device
     facts |= {"graphs": str(len(plan.graphs)), "casts": str(plan.casts)}
-    page = Page(
+    return html(
         model=plan.model,
         about="mixed-precision plan",
         facts={**facts, **plan.versions},
@@ -137,7 +123,6 @@ def render(plan: PlanData) -> str:
             "Not known without the GPU": plan.unknown,
         },
     )
-    return html(page)
 
 
 # -- the summary -----------------------------------------------------------------------------------
