@@ -24,7 +24,6 @@ from ..observe.find_fault import INACCURATE, find
 from ..observe.record import EXPONENTS, Numbers, Record
 from ..observe.watch import relative_error
 from ..plans.graph_plan import PlanNode
-from ..plans.pipeline import Planned
 from ..rules.policy import Level
 from ..runtime.check_module import check_call, check_module, deep_copy, for_weights
 from ..runtime.owned_backend import nothing_compiled
@@ -146,9 +145,9 @@ def _step(sides: Sides, optimizer: torch.optim.Optimizer, live: float | None, mo
     low, fits = run_low(sides, full, exact, live)
     faults = _faults(sides, low, full, exact)
     histogram, zeros = torch.zeros(len(EXPONENTS), dtype=torch.int64), 0
-    for graph, record in (exact or full).calls:
+    for _, record in (exact or full).calls:
         histogram += record.histogram
-        zeros += _zeros(graph, record)
+        zeros += record.zeros
     plan = next((plan for plan in sides.plans if plan.left is None), sides.plans[0])
     scaled = any(graph.inputs.scaled for graph, _ in low.calls)
     report = Report(
@@ -242,12 +241,6 @@ def _notes(sides: Sides, low: Run, full: Run, faults: Sequence[Fault]) -> Iterat
             f"gradients are not finite{also}, and begin outside of the graphs: look at loss_fn, "
             "and at what runs between graphs"
         )
-
-
-def _zeros(graph: Planned, record: Record) -> int:
-    """How many elements of the activation gradients are zero; the histogram leaves them out."""
-    names = [n.name for n in graph.captured.graph.nodes if n.op != "placeholder"]
-    return sum(record.gradients[name].zeros for name in names if name in record.gradients)
 
 
 def loss_of(result: Any) -> torch.Tensor:

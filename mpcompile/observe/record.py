@@ -151,7 +151,8 @@ class Record:
             gradients times the loss scale, where the graph stores them in the low dtype.
         lost: the share of a gradient's elements that are zero here and not in the exact one.
         path_of: module path in the plan -> module path in this run, see `moved`.
-        histogram: of the exact gradients: elements by binary exponent, see `EXPONENTS`.
+        zeros: of the exact gradients of activations: how many elements are zero.
+        histogram: the others of these by binary exponent, see `EXPONENTS`.
     """
 
     values: dict[str, Numbers] = field(default_factory=dict)
@@ -165,6 +166,7 @@ class Record:
     gradient_shares: dict[str, Shares] = field(default_factory=dict)
     lost: dict[str, float] = field(default_factory=dict)
     path_of: Callable[[str], str] = str
+    zeros: int = 0
     histogram: torch.Tensor = field(
         default_factory=lambda: torch.zeros(len(EXPONENTS), dtype=torch.int64)
     )

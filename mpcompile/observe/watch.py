@@ -205,6 +205,7 @@ class Keeping(Observer):
         kept[key] = kept[key] + gradient if key in kept else gradient
         if n.op != "placeholder":  # activations alone, as in the ICLR 2018 paper
             self.record.histogram += histogram(gradient)
+            self.record.zeros += int((gradient == 0).sum())
 
 
 class Exact(Keeping):

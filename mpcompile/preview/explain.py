@@ -36,7 +36,6 @@ from ..devices.cuda import AbsentGPU
 from ..devices.gpus import gpu
 from ..errors import MPCompileError, MPCompileWarning, in_one_line
 from ..ir.fakes import fake_twin
-from ..ir.inputs import FOUND, SCALE
 from ..lower.emitter import emit
 from ..lower.joint import JointPasses, joint_passes
 from ..lower.tracing_settings import settings_for, traced_with
@@ -238,7 +237,10 @@ class Planner:
             _attend_as_fused(planned.graph)
         inputs = planned.inputs
         working = self._working_copies(planned, example_inputs, facts.target.low)
-        scaling = _scaling(example_inputs) if inputs.scaled else []
+        # The scale, and the leaf that counts overflows.
+        beside = place_of(example_inputs)
+        kinds = (False, True) if inputs.scaled else ()
+        scaling = [torch.zeros((), device=beside, requires_grad=leaf) for leaf in kinds]
         fixed = [fake_twin(copy) for copy in working]
         given = inputs.assembled(example_inputs, fixed, scaling)
         # Passes over the joint graph call kernels of the device, which an absent one can't have.
@@ -307,12 +309,6 @@ class Planner:
         )  # fmt: skip
         self.graphs.append(replace(plan, saved=tuple(found.saved), backward=found.backward))
         return run
-
-
-def _scaling(example_inputs: Sequence[Any]) -> list[torch.Tensor]:
-    """What a `LossScale` gives a graph: the scale, and the leaf that counts overflows."""
-    beside = next(x for x in example_inputs if isinstance(x, torch.Tensor))
-    return [torch.zeros((), device=beside.device, requires_grad=x is FOUND) for x in (SCALE, FOUND)]
 
 
 def _attend_as_fused(gm: fx.GraphModule) -> None:

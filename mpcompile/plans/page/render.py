@@ -18,6 +18,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from ...ir.text import scaled
 from ...planner.min_cut import OF_RESULT
+from ...rules.policy import around
 from ..plan_data import GraphData, Line, PlanData, PlanNode
 from ..plan_text import bytes_by_dtype, dtype_word, has_units, outside, verdict
 from ..why import what_was_weighed
@@ -250,7 +251,7 @@ def _modules(plan: PlanData) -> Iterator[dict[str, Any]]:
     kinds = {"": plan.model} | {module.path: module.kind for module in plan.modules}
     counts: dict[str, Counter[str]] = defaultdict(Counter)
     for node in plan.nodes:
-        for path in _with_parents(node.module):
+        for path in dict.fromkeys(["", *reversed(around(node.module)), node.module]):
             kinds.setdefault(path, "")
             if _counts(node):
                 counts[path][node.precision] += 1
@@ -264,9 +265,3 @@ def _modules(plan: PlanData) -> Iterator[dict[str, Any]]:
         todo += reversed(children[path])
         has = {"counts": counts[path], "parent": bool(children[path])}
         yield {"path": path, "kind": kinds[path], **has}
-
-
-def _with_parents(path: str) -> list[str]:
-    """`"a.b"` -> `["", "a", "a.b"]`."""
-    parts = path.split(".") if path else []
-    return [".".join(parts[:n]) for n in range(len(parts) + 1)]
