@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +21,6 @@ from ..errors import MPCompileError, kind_of
 from ..ir.dtypes import HALF
 from ..observe.fault import GraphRuns, dtype_of
 from ..observe.record import Record
-from ..plans.pipeline import Planned
 from ..rules.policy import Policy
 from ..runtime.records import studied
 from ..settings import Options
@@ -125,20 +124,14 @@ def _largest(run: Run, margin: float) -> dict[str, tuple[float, str]]:
     """By operator that a low dtype would break: the largest number there, and which it is."""
     found: dict[str, tuple[float, str]] = {}
     for graph, record in run.calls:
-        for name, what, amax in _out_of_range(graph, record, margin):
-            if name not in found or amax > found[name][0]:
-                found[name] = amax, what
+        case = GraphRuns(graph.rewritten.graph, graph.plan, low=Record(), full=record)
+        for n in filter(case.is_program, case.graph.nodes):
+            numbers = list(case.too_large(n, margin))
+            # No loss scale below 1 is counted on: the other gradients need one above.
+            steep = case.gradient_amax(n.name)
+            if dtype_of(n) in HALF and torch.finfo(dtype_of(n)).max / margin < steep < math.inf:
+                numbers.append(("gradient of the result", steep))
+            for what, amax in numbers:
+                if n.name not in found or amax > found[n.name][0]:
+                    found[n.name] = amax, what
     return found
-
-
-def _out_of_range(
-    graph: Planned, record: Record, margin: float
-) -> Iterator[tuple[str, str, float]]:
-    """(node, which number, its magnitude) for each operator that a low dtype would break."""
-    case = GraphRuns(graph.rewritten.graph, graph.plan, low=Record(), full=record)
-    for n in filter(case.is_program, case.graph.nodes):
-        yield from ((n.name, *found) for found in case.too_large(n, margin))
-        # No loss scale below 1 is counted on: the other gradients need one above.
-        steep = case.gradient_amax(n.name)
-        if dtype_of(n) in HALF and torch.finfo(dtype_of(n)).max / margin < steep < math.inf:
-            yield n.name, "gradient of the result", steep
