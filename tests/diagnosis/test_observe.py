@@ -178,6 +178,7 @@ def test_units_say_which_gradients_are_scaled(level: str) -> None:
     ((graph, _),) = found[0].calls
     units = {n.name: scaled for n, scaled in gradient_units(graph.rewritten.graph).items()}
     small, large = (records(run).gradients for run in found)
+    small.pop("mp_found")  # the leaf that counts overflows: there are none
     assert {name for name in small if units[name]}, "something is scaled"
     assert {name for name in small if not units[name]}, "and something is not"
     for name in small:
