@@ -5,6 +5,7 @@ opaque nodes, which no pass sees.
 from __future__ import annotations
 
 import operator
+import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -20,6 +21,8 @@ from .fakes import like
 from .shapes import Size
 
 aten = torch.ops.aten
+_CASTS = re.compile(r"\.(?:to|type|type_as)\(([^()]*)")  # in a line of code: what they are given
+_FP32 = re.compile(r"\btorch\.float(32)?\b")
 
 
 def is_op(node: fx.Node) -> bool:
@@ -62,9 +65,14 @@ def is_getitem(node: fx.Node) -> bool:
 
 
 def is_float_call(node: fx.Node) -> bool:
-    """Whether the user wrote `.float()` here (Dynamo names the method in the node's provenance)."""
-    stack = node.meta.get("source_fn_stack")
-    return stack is not None and len(stack) > 0 and stack[-1][1] == "float"
+    """Whether the user asked for FP32 here: by `.float()` (Dynamo names the method), or in a line
+    whose only casts name FP32. (A cast to `q.dtype` is captured as the same call.)
+    """
+    stack, trace = node.meta.get("source_fn_stack"), (node.stack_trace or "").splitlines()
+    code = next((text for text in reversed(trace) if text.strip(" ^~")), "")
+    casts = _CASTS.findall(code)
+    by_dtype = bool(casts) and all(map(_FP32.search, casts))
+    return by_dtype or bool(stack and stack[-1][1] == "float")
 
 
 def grad_enabled(node: fx.Node) -> bool:
@@ -74,8 +82,7 @@ def grad_enabled(node: fx.Node) -> bool:
 
 def autocast_region(node: fx.Node) -> tuple[bool, torch.dtype | None] | None:
     """(enabled, dtype) of the user's innermost autocast region, or None outside of any."""
-    region: tuple[bool, torch.dtype | None] | None = node.meta.get("mp_autocast")
-    return region
+    return node.meta.get("mp_autocast")  # type: ignore[no-any-return]
 
 
 def op_name(node: fx.Node) -> str:
@@ -116,10 +123,8 @@ def shape(node: fx.Node) -> tuple[Size, ...]:
 
 def set_dtype(node: fx.Node, dtype: torch.dtype) -> None:
     """Change the dtype of an input."""
-    old = value(node)
     with fake_mode(node.graph):
-        changed = like(old, dtype=dtype)
-    set_value(node, changed)
+        set_value(node, like(value(node), dtype=dtype))
 
 
 def set_value(node: fx.Node, value: torch.Tensor) -> None:
@@ -175,13 +180,10 @@ def float_args(node: fx.Node) -> list[tuple[int, fx.Node]]:
 def positions(node: fx.Node) -> Iterable[tuple[int, Any]]:
     """(schema position, argument) of positional and keyword arguments alike."""
     yield from enumerate(node.args)
-    if node.kwargs and isinstance(node.target, OpOverload):
-        names = [argument.name for argument in schema(node.target).arguments]
-        for name, argument in node.kwargs.items():
-            yield (names.index(name) if name in names else -1), argument
-    else:
-        for argument in node.kwargs.values():
-            yield -1, argument
+    declared = schema(node.target).arguments if isinstance(node.target, OpOverload) else ()
+    names = [argument.name for argument in declared]
+    for name, argument in node.kwargs.items():
+        yield (names.index(name) if name in names else -1), argument
 
 
 def numbers(node: fx.Node, *, but: str = "") -> list[float]:
@@ -208,8 +210,9 @@ def layout(node: fx.Node) -> tuple[Any, Any]:
 
 
 def rule(node: fx.Node) -> rules.Rule:
-    """The table's row of the operator that the node calls."""
-    return rules.rule_for(node.target)
+    """The table's row of the operator that the node calls; that of a sum where it adds up."""
+    sums = node.target is aten.index_put.default and True in (*node.args[3:], *node.kwargs.values())
+    return rules.rule_for(aten.index_add.default if sums else node.target)
 
 
 def kind(node: fx.Node) -> rules.Kind:
@@ -246,6 +249,4 @@ def hidden_products(node: fx.Node) -> int:
     autocast of the user's, which applies inside the node as always.
     """
     region = autocast_region(node)
-    if region is not None and region[0]:
-        return 0
-    return sum(map(rules.multiplies, hidden_calls(node)))
+    return 0 if region and region[0] else sum(map(rules.multiplies, hidden_calls(node)))

@@ -130,7 +130,7 @@ _row(FULL, "what is left of a number without its whole part", "frac", digits="se
 _WHY = "a sum over many terms: low partial sums round, and overflow in FP16"
 _row(FULL, _WHY, "sum", grows=True, keeps=NOTHING)
 _row(FULL, _WHY, "nansum sum_to_size prod cumsum cumprod trace", grows=True)
-_row(FULL, _WHY, "embedding_bag", grows=True, fuses=False)
+_row(FULL, _WHY, "embedding_bag scatter_add index_add", grows=True, fuses=False)
 
 _WHY = "a mean: low partial sums round, and overflow in FP16"
 _row(FULL, _WHY, "mean", averages=True, keeps=NOTHING)
@@ -253,7 +253,6 @@ _overloads(FOLLOW, "picks a maximum, and says where it is", "max.dim min.dim", d
 _WHY = "joins tensors: the widest of its inputs"
 _row(FOLLOW, _WHY, "cat stack slice_scatter", keeps=NOTHING, picks=True)
 _row(FOLLOW, _WHY, "index_put", keeps=NOTHING, fuses=False)
-_row(FOLLOW, _WHY, "scatter_add index_add", fuses=False)
 _row(FOLLOW, _WHY, "scatter index_copy", fuses=False, picks=True)
 _row(FOLLOW, _WHY, """
      concat concatenate hstack vstack dstack column_stack block_diag index_fill select_scatter
@@ -320,6 +319,7 @@ _row(KEEP, _WHY, "searchsorted", digits="sorted_sequence self", fuses=False,
 _row(KEEP, "a copy of a constant", "lift_fresh_copy detach_", copies_constant=True, fuses=False)
 _row(KEEP, "names places in memory, which casts would move", "as_strided", by_strides=True,
      fuses=False)
+_overloads(KEEP, "shows its bits as another dtype", "view.dtype", fuses=False)
 _WHY = "finds equal values; reads what the program captured"
 _row(KEEP, _WHY, "index_reduce", fuses=False, finds="self source")
 _row(KEEP, _WHY, "segment_reduce", fuses=False, finds="data")

@@ -8,8 +8,8 @@ If it stayed, it would be a real upcast once its input is FP16, and would end ev
     to: f32[4, 4] = to(scores, f32)            softmax(scores, -1)
     softmax: f32[4, 4] = softmax(to, -1)
 
-An explicit `.float()` stays: the user asks for FP32, and the call doesn't repeat the model's dtype;
-classify pins it. Casts that change dtype or device, or that must copy, stay too.
+An explicit `.float()` or `.to(torch.float32)` stays: the user asks for FP32, and classify pins it.
+Casts that change dtype or device, or that must copy, stay too.
 
 **`clean`** removes those that the rewrite left over; it is idempotent.
 
@@ -40,13 +40,9 @@ def drop_noop_casts(gm: fx.GraphModule, config: Config) -> bool:
 def _is_noop(node: fx.Node) -> bool:
     """Whether the call returned its input itself: same memory, dtype and strides."""
     old, new = ir.captured(node.args[0]), ir.captured(node)  # type: ignore[arg-type]
-    return (
-        old is not None
-        and new is not None
-        and old.dtype == new.dtype
-        and old.device == new.device
-        and ir.storage(node.args[0]) == ir.storage(node)  # type: ignore[arg-type]
-    )
+    if old is None or new is None or (old.dtype, old.device) != (new.dtype, new.device):
+        return False
+    return ir.storage(node.args[0]) == ir.storage(node)  # type: ignore[arg-type]
 
 
 def clean(gm: fx.GraphModule, config: Config) -> bool:

@@ -37,6 +37,13 @@ CONSTANTS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     ),
     "positions": positions,
     "integers_made_float": lambda h, w: h + (torch.arange(5000, 5008).float() % 7)[:, None],
+    "cast_by_float": lambda h, w: (h.float() * 3000).relu().float() * 30 / 9e4,
+    "cast_to_fp32": lambda h, w: (h.to(torch.float32) * 3000).relu() * 30 / 9e4,
+    "cast_by_its_type": lambda h, w: (h.type(torch.float) * 3000).relu() * 30 / 9e4,
+    "bits": lambda h, w: h + (h.detach().view(torch.int32) & -65536).view(torch.float32),
+    "a_sum_by_index": lambda h, w: (
+        h.new_zeros(2, 16).index_put((torch.arange(9000) % 2,), h[0].sigmoid(), True) / 4500
+    ),
     # A part that the program computes in FP16 by itself stays as it is.
     "half_inside": lambda h, w: F.linear((h.half() * 2).float(), w) + F.linear(h.half(), w.half()),
 }
@@ -82,16 +89,6 @@ def test_cast_to_another_values_dtype_is_no_upcast(level: str) -> None:
     assert check(program, leaf(8, 16), leaf(16, 16), level=level).ops("LOW") == [
         "linear", "relu", "linear",
     ]  # fmt: skip
-
-
-@LEVELS
-def test_explicit_float_is_an_upcast(level: str) -> None:
-    def program(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        h = F.linear(x, w)
-        return (h.float() * 3000).relu().float() * 30
-
-    result = check(program, leaf(8, 16), leaf(16, 16), level=level, loss_scale=1.0)
-    assert result.ops("LOW") == ["linear"]
 
 
 @LEVELS
