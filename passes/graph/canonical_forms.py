@@ -7,15 +7,13 @@
     return mul(h, 2)                 return mul(relu, 2)
 
 An in-place op writes through its memory; after a cast of the written value, the write would change
-the cast and not the value. So an op is rewritten only where the difference can't be observed:
-
-* the written value's memory was made in this graph (it is no input, no constant), and
-* no other live value shares it (a base, a view), and
-* the functional form has the same dtype and shape, and
-* the op doesn't run under no_grad: out of place, its result would have no history.
+the cast and not the value. So an op is rewritten only where the difference can't be observed: the
+memory was made in this graph (by no input, no constant), no other live value shares it (a base, a
+view), and the functional form has the same dtype and shape. Nor is one that runs under no_grad: out
+of place, its result would have no history.
 
 What stays in place is left to classify, which keeps the captured dtypes of everything that shares
-the memory.
+the memory. A product may run low all the same: what is written is a copy of its result.
 
 **`name_squares`** names `x * x` `square(x)`: the same numbers, forward and backward.
 
@@ -27,11 +25,15 @@ leaves FP16's range from 256 on and reaches zero from 2**-12 down, so `square` i
 
 from __future__ import annotations
 
+from collections import defaultdict
+from typing import Any
+
 import torch
 from torch import fx
 
 from mpcompile import ir, rules
 from mpcompile.ir import aten
+from mpcompile.ir.fakes import like
 from mpcompile.rules.policy import Config, Precision
 from mpcompile.torch_inside.graphs import schema
 from mpcompile.torch_inside.names import OpOverload
@@ -39,19 +41,26 @@ from mpcompile.torch_inside.names import OpOverload
 
 def functionalize(gm: fx.GraphModule, config: Config) -> bool:
     order = {node: i for i, node in enumerate(gm.graph.nodes)}
-    sharing: dict[int, list[fx.Node]] = {}
-    for node in gm.graph.nodes:
-        if (memory := ir.storage(node)) is not None:
-            sharing.setdefault(memory, []).append(node)
+    sharing: dict[int | None, list[fx.Node]] = defaultdict(list)
+    for node in order:
+        sharing[ir.storage(node)].append(node)
     changed = False
-    for node in list(gm.graph.nodes):
+    for node in order:
         functional = _functional_form(node)
-        if functional is None or not _is_private(node, sharing, order):
-            continue
-        target = node.args[0]
-        node.target = functional
-        target.replace_all_uses_with(node, lambda user, at=order[node]: order[user] > at)
-        changed = True
+        if functional is not None and _is_private(node, sharing, order):
+            target: Any = node.args[0]
+            target.replace_all_uses_with(node, lambda user, at=order[node]: order[user] > at)
+            node.target, changed = functional, True
+    written = {ir.storage(target) for node in order for target in ir.written(node)}
+    for node in order:
+        shown = ir.was_f32(node) and ir.storage(node) in written
+        if shown and ir.rule(node).product and ir.has_own_memory(node):
+            with gm.graph.inserting_after(node), ir.fake_mode(gm.graph):
+                own = gm.graph.call_function(aten.clone.default, (node,))
+                own.meta = dict(node.meta)
+                node.meta["val"] = node.meta["mp_captured"] = like(ir.value(node))
+            node.replace_all_uses_with(own, lambda user, own=own: user is not own)
+            changed = True
     return changed
 
 
@@ -72,12 +81,10 @@ def _functional_form(node: fx.Node) -> OpOverload | None:
         return None
     written, *others = (t for n in node.all_input_nodes if (t := ir.captured(n)) is not None)
     after = ir.captured(node)
-    if after is None or written.shape != after.shape:
-        return None
+    alike = after is not None and written.shape == after.shape
     # In place the result keeps the written dtype; out of place it would be promoted.
-    if any(torch.promote_types(written.dtype, t.dtype) is not written.dtype for t in others):
-        return None
-    return overload  # type: ignore[no-any-return]
+    alike &= all(torch.promote_types(written.dtype, t.dtype) is written.dtype for t in others)
+    return overload if alike else None
 
 
 def _arguments(op: OpOverload) -> list[tuple[str, str]]:
@@ -86,7 +93,7 @@ def _arguments(op: OpOverload) -> list[tuple[str, str]]:
 
 
 def _is_private(
-    node: fx.Node, sharing: dict[int, list[fx.Node]], order: dict[fx.Node, int]
+    node: fx.Node, sharing: dict[int | None, list[fx.Node]], order: dict[fx.Node, int]
 ) -> bool:
     target = node.args[0]
     assert isinstance(target, fx.Node)
@@ -97,13 +104,9 @@ def _is_private(
     if not ir.grad_enabled(node):  # a value that autograd may track must stay the same
         return False
     at = order[node]
-    for other in sharing[memory]:
-        if other.op in ("placeholder", "get_attr"):
-            return False
-        used_later = any(order[user] > at for user in other.users)
-        if other not in (target, node) and order[other] < at and used_later:
-            return False
-    return True
+    given = any(other.op in ("placeholder", "get_attr") for other in sharing[memory])
+    before = [n for n in sharing[memory] if n not in (target, node) and order[n] < at]
+    return not (given or any(order[user] > at for n in before for user in n.users))
 
 
 def name_squares(gm: fx.GraphModule, config: Config) -> bool:

@@ -41,7 +41,7 @@ def other_dtypes(x: torch.Tensor, w: torch.Tensor) -> Any:
 
 
 def written(x: torch.Tensor, w: torch.Tensor) -> Any:
-    h = F.linear(x, w)
+    h = x + w
     h[0] = 1
     return h.view(-1)
 
