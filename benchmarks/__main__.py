@@ -4,7 +4,7 @@ A benchmark is a module or a folder of this package with a public
 `run(settings: Settings) -> Report`. Its name is the module's, its summary the first line of its
 docstring. There is no list of them to keep up, only one of what lies beside them (`_BESIDE`). A
 benchmark that makes no sense on every device names those it is for: `DEVICES = ("cpu",)`. One that
-needs packages which the project doesn't names them: `NEEDS = ("torchvision",)`; without them it is
+needs packages which the project doesn't names them: `NEEDS = ("timm",)`; without them it is
 skipped. One that is fast also has `rerun(device: torch.device) -> Report`: the same in fewer
 rounds, or of fewer rows, which `check` holds against the committed ratios.
 """

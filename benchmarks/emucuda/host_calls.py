@@ -98,9 +98,8 @@ def main() -> None:
             for claim, holds in claims.items()
         },
         data={"counted": found},
-        beside={"emulated": this_gpu().gpu.name},
     )
-    record = environment(torch.device("cpu"))
+    record = environment(torch.device("cpu")) | {"emulated": this_gpu().gpu.name}
     print(report.markdown(record))
     report.write(RESULTS, "host_calls", record)
 

@@ -105,7 +105,6 @@ class Report:
         tables: for people.
         verdicts: claim -> whether these numbers bear it out.
         data: every number, as plain JSON data.
-        beside: what the run was on beside what `environment` says.
     """
 
     title: str
@@ -113,17 +112,15 @@ class Report:
     tables: Sequence[Table]
     verdicts: Mapping[str, bool]
     data: Mapping[str, Any]
-    beside: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def markdown(self, environment: Mapping[str, str]) -> str:
-        measured = {**environment, **self.beside}
         verdicts = [f"- {'yes' if met else 'NO'}: {claim}" for claim, met in self.verdicts.items()]
         parts = [
             f"# {self.title}",
             "\n\n".join(self.notes),
             *(table.markdown() for table in self.tables),
             *(["### Targets\n\n" + "\n".join(verdicts)] if verdicts else []),
-            "### Machine\n\n" + "\n".join(f"- {k}: {v}" for k, v in measured.items()),
+            "### Machine\n\n" + "\n".join(f"- {k}: {v}" for k, v in environment.items()),
         ]
         return "\n\n".join(part for part in parts if part) + "\n"
 
@@ -139,7 +136,7 @@ class Report:
         record = {
             "name": name,
             "title": self.title,
-            "environment": {**environment, **self.beside},
+            "environment": dict(environment),
             "verdicts": dict(self.verdicts),
             **self.data,
         }

@@ -6,7 +6,7 @@ import importlib.util
 import json
 import os
 import sys
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -15,9 +15,8 @@ from benchmarks.harness.processes import calls_elsewhere
 from benchmarks.harness.report import SCRATCH, commit
 from benchmarks.zoo.hugging_face import HUGGING_FACE
 from benchmarks.zoo.timm_models import TIMM
-from benchmarks.zoo.torchvision_models import TORCHVISION
 
-LIBRARIES = {"transformers": HUGGING_FACE, "timm": TIMM, "torchvision": TORCHVISION}
+LIBRARIES = {"transformers": HUGGING_FACE, "timm": TIMM}
 """Every architecture of the zoo, by library and name."""
 
 _ENVIRONMENT = {
@@ -31,23 +30,21 @@ _PIECE = 12
 
 def rows_of(
     report: str,
-    libraries: Iterable[str],
     draws: int,
     few: Collection[str],
     *,
     quick: bool,
-    piece: int = _PIECE,
     function: str = "benchmarks.zoo.measure:measure",
 ) -> list[dict[str, Any]]:
-    """Rows of all models of those `libraries` that are installed, kept in `benchmarks/scratch/` as
+    """Rows of all models of those libraries that are installed, kept in `benchmarks/scratch/` as
     they come under the name of a `report`; `quick`: of `few` of them, drawn once.
     """
-    there = [library for library in libraries if importlib.util.find_spec(library)]
+    there = [library for library in LIBRARIES if importlib.util.find_spec(library)]
     names = [f"{library}/{name}" for library in there for name in LIBRARIES[library]]
     if quick:
         return measure_each([name for name in names if name in few], 1, function=function)
     kept = SCRATCH / f"{report}_rows.jsonl"
-    return measure_each(names, draws, kept=kept, commit=commit(), piece=piece, function=function)
+    return measure_each(names, draws, kept=kept, commit=commit(), function=function)
 
 
 def measure_each(
@@ -56,7 +53,6 @@ def measure_each(
     *,
     kept: Path | None = None,
     commit: str = "",
-    piece: int = _PIECE,
     function: str = "benchmarks.zoo.measure:measure",
 ) -> list[dict[str, Any]]:
     """Rows as `zoo.measure.measure`, or another function, makes them; one at which its process
@@ -68,7 +64,6 @@ def measure_each(
         kept: a file to which each row is added at once. Rows in it that were measured with as many
             draws at the same `commit`, without uncommitted changes, are not measured again.
         commit: what is measured.
-        piece: models in one process.
         function: of a name and the number of draws; it returns the row.
     """
     stamp = {"commit": commit, "draws": draws}
@@ -83,7 +78,7 @@ def measure_each(
                     _append(kept, {"stamp": stamp, "row": row})
 
     missing = [name for name in names if name not in rows]
-    pieces = [missing[start : start + piece] for start in range(0, len(missing), piece)]
+    pieces = [missing[start : start + _PIECE] for start in range(0, len(missing), _PIECE)]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         list(pool.map(fill, pieces))
     return [rows[name] for name in names]

@@ -40,16 +40,12 @@ class Entry:
         build: makes the model, with weights drawn from torch's default generator.
         draw: makes what it is called with, from a generator of its own.
         loss: of the model and what `draw` made: a scalar.
-        others: make batches of other sizes, each from a generator.
-        low: the low dtype; in BF16, nothing scales the loss.
     """
 
     kind: str
     build: Callable[[], nn.Module]
     draw: Callable[[torch.Generator], Inputs]
     loss: Callable[[nn.Module, Inputs], Tensor]
-    others: tuple[Callable[[torch.Generator], Inputs], ...] = ()
-    low: torch.dtype = torch.float16
 
 
 def hugging_face(
@@ -75,7 +71,7 @@ def to_be_compared(model: nn.Module) -> nn.Module:
         for rate in ("drop_rate", "drop_path_rate"):
             if isinstance(getattr(module, rate, None), float):
                 setattr(module, rate, 0.0)
-        if isinstance(module, nn.Dropout) or type(module).__name__ == "StochasticDepth":
+        if isinstance(module, nn.Dropout):
             module.p = 0.0
         elif type(module).__name__ == "DropPath":
             module.drop_prob = 0.0
@@ -144,14 +140,3 @@ def waveform(length: int = 801) -> Callable[[torch.Generator], Inputs]:
         return {"input_values": values, "labels": torch.tensor([0, 1])}
 
     return draw
-
-
-def labelled(
-    generator: torch.Generator, size: int, rows: int, classes: int, frames: int = 0
-) -> Inputs:
-    """Images, or clips of `frames`, and a class for each."""
-    shape = (rows, 3, *([frames] if frames else []), size, size)
-    return {
-        "x": torch.randn(shape, generator=generator),
-        "labels": torch.randint(classes, (rows,), generator=generator),
-    }

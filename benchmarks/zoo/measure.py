@@ -18,6 +18,7 @@ from benchmarks.zoo.making import Entry, Inputs
 from mpcompile import MPCompileWarning, compiled_plans, mpcompile
 from mpcompile.capture.breaks import skipped_since
 
+LOW = torch.float16
 FLOOR = 2.0**-10
 """What FP16 may round a number by, relatively. A parameter whose gradient is a smaller part of the
 whole gradient than that is measured against this part: exact arithmetic may make it zero."""
@@ -28,29 +29,24 @@ Gradients = dict[str, Tensor]
 def measure(name: str, draws: int) -> dict[str, Any]:
     """Measure `library/model`.
 
-    After the draws, each arm takes one more step for each of the entry's batches of other sizes.
-
     Returns:
         `arms`: for each, `error` and `worst` (of each draw), `dead` (parameters whose gradient is
-        exactly zero where FP64's is not), `graphs` (after the draws), `resized` (graphs at the
-        end), `frames`, `skipped`, `left`, `warned`;
+        exactly zero where FP64's is not), `graphs`, `frames`, `skipped`, `left`, `warned`;
         or `failed`, why it didn't run.
     """
     library, _, model_name = name.partition("/")
     entry = LIBRARIES[library][model_name]
-    drawers = [*[entry.draw] * draws, *entry.others]
-    drawn = [Draw(_model(entry, seed).state_dict(), draw(torch.Generator().manual_seed(seed)))
-             for seed, draw in enumerate(drawers)]  # fmt: skip
+    drawn = [Draw(_model(entry, seed).state_dict(), entry.draw(torch.Generator().manual_seed(seed)))
+             for seed in range(draws)]  # fmt: skip
     model = _model(entry, 0)
     exact = [_exact(entry, model, draw) for draw in drawn]
     arms = {}
     for arm in ARMS:
         try:
-            arms[arm] = _compared(run(arm, entry, model, drawn), exact, draws)
+            arms[arm] = _compared(run(arm, entry, model, drawn), exact)
         except Exception as error:
             arms[arm] = {"failed": f"{type(error).__name__}: {error}".splitlines()[0]}
-    kind = entry.kind if entry.low == torch.float16 else f"{entry.kind}, BF16"
-    return {"name": name, "kind": kind, "arms": arms}
+    return {"name": name, "kind": entry.kind, "arms": arms}
 
 
 def _model(entry: Entry, seed: int) -> nn.Module:
@@ -70,15 +66,14 @@ def _exact(entry: Entry, model: nn.Module, draw: Draw) -> Gradients:
     return gradients(in_fp64)
 
 
-def _compared(found: Stepped, exact: list[Gradients], draws: int) -> dict[str, Any]:
+def _compared(found: Stepped, exact: list[Gradients]) -> dict[str, Any]:
     errors = [_errors(*pair) for pair in zip(found.gradients, exact, strict=True)]
     return {
         "error": [error for error, _, _ in errors],
         "worst": [worst for _, worst, _ in errors],
         "worst_parameter": [name for _, _, name in errors],
         "dead": sorted(set().union(*map(_dead, found.gradients, exact))),
-        "graphs": found.graphs[draws - 1],
-        "resized": found.graphs[-1],
+        "graphs": found.graphs,
         "frames": found.frames,
         "skipped": found.skipped,
         "left": found.left,
@@ -142,7 +137,7 @@ class Stepped:
     Attributes:
         gradients: for each draw, of each parameter that has one, unscaled, in FP64.
         skipped: steps that changed nothing, because gradients overflowed.
-        graphs: that Dynamo had made when it was done with each draw.
+        graphs: that Dynamo made, over all draws.
         frames: that Dynamo left to Python, and why.
         left: why a graph of ours stayed in FP32.
         warned: mpcompile's own warnings.
@@ -150,7 +145,7 @@ class Stepped:
 
     gradients: list[dict[str, Tensor]]
     skipped: int = 0
-    graphs: list[int] = dataclasses.field(default_factory=list)
+    graphs: int = 0
     frames: list[str] = dataclasses.field(default_factory=list)
     left: list[str] = dataclasses.field(default_factory=list)
     warned: list[str] = dataclasses.field(default_factory=list)
@@ -178,26 +173,25 @@ def run(arm: str, entry: Entry, model: nn.Module, draws: list[Draw]) -> Stepped:
     torch._dynamo.reset()
     counters.clear()
     model = copy.deepcopy(model)
-    called = _Half(model, entry.low) if arm == HALF else model
+    called = _Half(model) if arm == HALF else model
     if arm == COMPILED:
         model.compile(backend="eager")
     elif arm == BOTH:
         model.compile(backend="aot_eager")
     elif arm in LEVELS:
-        mpcompile(model, dtype=entry.low, level=arm, emit="aot_eager")
-    scales = arm in (AUTOCAST, BOTH, HALF) and entry.low == torch.float16
-    scaler = torch.amp.GradScaler("cpu") if scales else None
+        mpcompile(model, dtype=LOW, level=arm, emit="aot_eager")
+    scaler = torch.amp.GradScaler("cpu") if arm in (AUTOCAST, BOTH, HALF) else None
     found = Stepped([])
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for draw in draws:
             model.load_state_dict(draw.weights)
             torch.manual_seed(0)  # for a model that samples
-            with torch.autocast("cpu", entry.low, enabled=arm in (AUTOCAST, BOTH)):
+            with torch.autocast("cpu", LOW, enabled=arm in (AUTOCAST, BOTH)):
                 found.skipped += _step(entry, called, draw.inputs, scaler)
             found.gradients.append(gradients(model))
-            found.graphs.append(counters["stats"]["unique_graphs"])
     found.warned = [str(w.message) for w in caught if issubclass(w.category, MPCompileWarning)]
+    found.graphs = counters["stats"]["unique_graphs"]
     found.frames = list(skipped_since({}))
     if arm in LEVELS:
         found.left = [plan.left for plan in compiled_plans(model) if plan.left]
@@ -205,17 +199,16 @@ def run(arm: str, entry: Entry, model: nn.Module, draws: list[Draw]) -> Stepped:
 
 
 class _Half(nn.Module):
-    """A model that computes wholly in a low dtype, from parameters and a batch in FP32."""
+    """A model that computes wholly in FP16, from parameters and a batch in FP32."""
 
-    def __init__(self, model: nn.Module, low: torch.dtype) -> None:
+    def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self.model, self.low = model, low
+        self.model = model
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         tensors = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
-        low = floating(tensors, self.low)
         return torch.func.functional_call(
-            self.model, low, floating(args, self.low), floating(kwargs, self.low)
+            self.model, floating(tensors, LOW), floating(args, LOW), floating(kwargs, LOW)
         )
 
 

@@ -10,10 +10,11 @@ from types import ModuleType
 from typing import Any
 from unittest import mock
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from benchmarks.zoo.making import Entry, Inputs, labelled, to_be_compared
+from benchmarks.zoo.making import Entry, Inputs, to_be_compared
 
 _CLASSES, _ROWS = 7, 4
 
@@ -27,7 +28,12 @@ def _entry(kind: str, name: str, size: int, **sizes: Any) -> Entry:
         model: nn.Module = make(num_classes=_CLASSES, **sizes)
         return to_be_compared(model)
 
-    draw = functools.partial(labelled, size=size, rows=_ROWS, classes=_CLASSES)
+    def draw(generator: torch.Generator) -> Inputs:
+        return {
+            "x": torch.randn(_ROWS, 3, size, size, generator=generator),
+            "labels": torch.randint(_CLASSES, (_ROWS,), generator=generator),
+        }
+
     return Entry(kind, build, draw, _cross_entropy)
 
 

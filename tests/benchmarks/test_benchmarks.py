@@ -10,7 +10,7 @@ import pytest
 import torch
 from repository import ROOT
 
-from benchmarks import first_steps, gpt, optimizer_step, padding, small, step_times
+from benchmarks import first_steps, gpt, optimizer_step, padding, serving, small, step_times
 from benchmarks.__main__ import main, registry
 from benchmarks.first_steps.trainings import TINY as TINY_TRAININGS
 from benchmarks.gpt import verdicts
@@ -242,7 +242,7 @@ def test_list_prints_a_line_each(capsys: pytest.CaptureFixture[str]) -> None:
     assert [line.split()[0] for line in lines] == sorted(registry())
     assert [line.split()[0] for line in lines if line.endswith("(cpu only)")] == [
         "ablations", "cpu_traffic", "distributed", "gpu_traffic", "second_order", "serving",
-        "step_profile", "verified", "vision", "zoo", "zoo_saved",
+        "step_profile", "verified", "zoo", "zoo_saved",
     ]  # fmt: skip
 
 
@@ -256,6 +256,15 @@ def test_an_unknown_name_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["run", "gpt", "gtp"])
     assert "no benchmark 'gtp'; known: ablations, cpu_traffic," in capsys.readouterr().err
+
+
+def test_without_a_package_that_it_needs_it_is_skipped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(serving, "NEEDS", ("no_such_package",))
+    assert main(["run", "serving", "--out", str(tmp_path)]) == 0
+    assert "serving: skipped, because no_such_package is not installed" in capsys.readouterr().out
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.slow("a benchmark's own test, which runs it small")

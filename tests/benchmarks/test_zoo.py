@@ -9,12 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import vision, zoo_saved
+from benchmarks import zoo_saved
 from benchmarks.__main__ import main
 from benchmarks.zoo import DRAWS, faults, further_off, make_report, ratio_to, timm_models
 from benchmarks.zoo.catalogue import LIBRARIES, measure_each
 from benchmarks.zoo.measure import (
-    ARMS,
     AUTOCAST,
     BOTH,
     COMPILED,
@@ -54,13 +53,9 @@ def test_a_model_of_the_zoo(name: str) -> None:
 def test_the_zoo_is_large_enough() -> None:
     assert len(LIBRARIES["transformers"]) >= 30
     assert len(LIBRARIES["timm"]) >= 25
-    assert len(LIBRARIES["torchvision"]) >= 16
     assert {entry.kind for entry in LIBRARIES["transformers"].values()} == {
         "encoder", "decoder", "encoder-decoder", "vision", "audio", "mixture of experts",
         "state space",
-    }  # fmt: skip
-    assert {entry.kind for entry in LIBRARIES["torchvision"].values()} == {
-        "classification", "detection", "segmentation", "optical flow", "video",
     }  # fmt: skip
 
 
@@ -68,8 +63,8 @@ def test_the_zoo_is_large_enough() -> None:
 
 
 def arm(*errors: float, **more: Any) -> dict[str, Any]:
-    found = {"error": list(errors), "worst": list(errors), "graphs": 1, "resized": 1, "frames": [],
-             "left": [], "warned": []}  # fmt: skip
+    found = {"error": list(errors), "worst": list(errors), "graphs": 1, "frames": [], "left": [],
+             "warned": []}  # fmt: skip
     return {**found, **more}
 
 
@@ -98,7 +93,6 @@ def test_further_off_means_in_each_draw() -> None:
         ({"O2": arm(1.0, 1.0, worst=[3.1, 3.1])},
          "O2: the worst parameter's gradients further off than pure half's"),
         ({"O1": arm(1.0, 1.0, graphs=2)}, "O1 makes 2 graphs, torch.compile 1"),
-        ({"O1": arm(1.0, 1.0, resized=2)}, "O1 makes 2 graphs over all sizes, torch.compile 1"),
         ({"O2": arm(1.0, 1.0, frames=["forward (net.py:7): why"])},
          "O2 leaves forward (net.py:7) to Python, torch.compile doesn't"),
         ({"O2": arm(1.0, 1.0, left=["a reason"])}, "O2 leaves a graph in FP32: a reason"),
@@ -117,6 +111,14 @@ def test_a_dead_parameter_is_named() -> None:
     found = {"a": torch.ones(4), "b": torch.zeros(4), "c": torch.zeros(4)}
     assert _dead(found, exact) == {"b"}
     assert _dead({**found, "b": torch.tensor([0.0, 0, 0, 1e-9])}, exact) == set()
+
+
+def test_floating_reaches_into_lists() -> None:
+    whole, number = torch.zeros(2), torch.zeros(2, dtype=torch.int64)
+    low = floating(([whole], {"labels": number, "name": "x"}), torch.float16)
+    assert low[0][0].dtype == torch.float16
+    assert low[1]["labels"] is number
+    assert low[1]["name"] == "x"
 
 
 def test_frames_that_torch_compile_leaves_are_no_fault() -> None:
@@ -261,84 +263,3 @@ def test_bytes_of_a_model() -> None:
     ours, theirs = row["saved"]["O1"], row["saved"][BOTH]
     assert 0 < ours["casts"] <= theirs["casts"]
     assert ours["held"] - ours["casts"] <= 1.01 * (theirs["held"] - theirs["casts"])
-
-
-# -- torchvision's models --------------------------------------------------------------------------
-
-
-@third_party
-@pytest.mark.parametrize(
-    "name", ["mvit", *(pytest.param(name, marks=pytest.mark.sweep("the zoo of torchvision"))
-                       for name in ("swin", "retinanet", "faster_rcnn", "raft"))]
-)  # fmt: skip
-def test_a_model_of_torchvision(name: str) -> None:
-    pytest.importorskip("torchvision")
-    row = measure(f"torchvision/{name}", draws=2)
-    assert faults(row) == []
-    # The reference is right: FP32 is as near to it as FP32 can be.
-    assert max(row["arms"][COMPILED]["error"]) < 1e-4
-    assert len(row["arms"]["O1"]["error"]) == 2 + len(LIBRARIES["torchvision"][name].others)
-
-
-def test_a_detector_is_called_with_lists() -> None:
-    """A target for each image: three boxes within it, and what they hold."""
-    entry = LIBRARIES["torchvision"]["mask_rcnn"]
-    inputs = entry.draw(torch.Generator().manual_seed(0))
-    called: list[Any] = []
-
-    class Detector(torch.nn.Module):
-        def forward(self, *arguments: Any) -> dict[str, torch.Tensor]:
-            called.extend(arguments)
-            return {"class": torch.tensor(2.0), "box": torch.tensor(3.0)}
-
-    assert entry.loss(Detector(), inputs).item() == 5.0
-    images, targets = called
-    assert [image.shape for image in images] == [(3, 64, 64)] * 2
-    for number, target in enumerate(targets):
-        assert torch.equal(target["boxes"], inputs["boxes"][number])
-        left, top, right, bottom = target["boxes"].unbind(-1)
-        assert bool(((left >= 0) & (left < right) & (right <= 64)).all())
-        # A pixel belongs to a mask if its centre lies in the box.
-        width = (right - 0.5).ceil() - (left - 0.5).ceil()
-        height = (bottom - 0.5).ceil() - (top - 0.5).ceil()
-        assert target["masks"].sum((1, 2)).tolist() == (width * height).tolist()
-
-
-def test_sizes_change_from_step_to_step() -> None:
-    entry = LIBRARIES["torchvision"]["fcos"]
-    images = [draw(torch.Generator().manual_seed(0))["images"] for draw in entry.others]
-    assert [batch.shape[-1] for batch in images] == list(range(72, 145, 8))
-
-
-def test_floating_reaches_into_lists() -> None:
-    whole, number = torch.zeros(2), torch.zeros(2, dtype=torch.int64)
-    low = floating(([whole], {"labels": number, "name": "x"}), torch.float16)
-    assert low[0][0].dtype == torch.float16
-    assert low[1]["labels"] is number
-    assert low[1]["name"] == "x"
-
-
-def test_the_report_of_torchvision_has_sizes_and_frames() -> None:
-    same = {name: arm(0.0 if name == COMPILED else 2.0, resized=3, frames=["f (a.py:1): x"])
-            for name in ARMS}  # fmt: skip
-    row = {**a_row(**same), "name": "torchvision/made_up"}
-    failed = {**row, "arms": {**same, BOTH: {"failed": "E: no"}}}
-    report = vision.make_report([], [row, failed])
-    assert report.notes[0].startswith("**Not measured yet: faster_rcnn, ")
-    sizes, frames = report.tables[-2:]
-    assert list(sizes.rows) == [
-        ("made_up", "3 / 3 / 3 / 3", "1 / 1 / 1 / 1", "1.00x", "1.00x"),
-        ("made_up", "3 / - / 3 / 3", "1 / - / 1 / 1", "-", "-"),
-    ]
-    assert list(frames.rows) == [("f (a.py:1)", "x", "made_up, made_up")]
-    assert report.verdicts["at least 16 architectures of torchvision: 2"] is False
-    assert report.verdicts["O1's gradients no further off than compile + autocast's: 1 of 1"]
-
-
-def test_without_torchvision_it_is_skipped(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(vision, "NEEDS", ("no_such_package",))
-    assert main(["run", "vision", "--out", str(tmp_path)]) == 0
-    assert "vision: skipped, because no_such_package is not installed" in capsys.readouterr().out
-    assert list(tmp_path.iterdir()) == []
