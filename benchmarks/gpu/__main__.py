@@ -189,7 +189,6 @@ PIECES = (
     _benchmark("planning", 300),
     _benchmark("first_steps", 480),
     _benchmark("overhead", 300),
-    _benchmark("whole_step", 480),
     _benchmark("deepbench", 240),
     _benchmark("peers", 480),
     *(_row(number) for number in range(ROWS)),

@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from benchmarks.__main__ import main
+from benchmarks.harness.peak import peak_bytes
 from benchmarks.harness.ways import AUTOCAST, COMPILED, OURS, PIECES
 from benchmarks.peers import geometric_mean, make_report, measure_all
 from benchmarks.real_models import BY_DEVICE, TASKS, TINY, quick
@@ -25,6 +27,19 @@ def test_the_interval_of_a_geometric_mean_holds_what_the_rounds_say() -> None:
     assert mean == pytest.approx(2.0)
     assert 1.0 <= low <= 2.0 <= high <= 4.0
     assert low < high
+
+
+def test_the_peak_is_what_is_there_at_once() -> None:
+    kept: list[Tensor] = []
+
+    def step() -> None:
+        kept.clear()  # what the step before has left: 400 bytes
+        first = torch.ones(1000)
+        second = torch.ones(500)
+        del first, second
+        kept.append(torch.ones(100))
+
+    assert peak_bytes(step, torch.device("cpu")) == 4 * 1500 - 400
 
 
 @pytest.mark.sweep("runs a benchmark, small")
