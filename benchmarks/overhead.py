@@ -3,24 +3,16 @@
 The peer is what a user of torch would write: torch.compile, autocast, GradScaler and fused AdamW.
 Everything is in FP16, so that both scale the loss; also in BF16, where neither does. Each arm's
 step is forward, loss, backward, step and zero_grad, in one thread.
-
-The parts of ours are timed in a run of their own. Each is a function of the library, by the time
-spent in it and not in another part of the table; a clock around each adds some tenths of a
-microsecond. What is left of the step is torch's: Dynamo's guards, AOTAutograd, the engine, kernels.
 """
 
 from __future__ import annotations
 
-import collections
-import contextlib
 import dataclasses
 import functools
 import itertools
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
-from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -30,36 +22,12 @@ from benchmarks.harness import timing
 from benchmarks.harness.report import Report, Settings, Table, paragraphs, plain, where
 from benchmarks.models import GPT2, Sample, Tagger, tokens
 from mpcompile import MPOptimizer, mpcompile
-from mpcompile.optim.decide import Decision
-from mpcompile.optim.rests_on import OfStep
-from mpcompile.optim.step import CompiledStep
-from mpcompile.runtime.module_call import ModuleCall
-from mpcompile.scaling import copies, guard
-from mpcompile.scaling.loss_scale import LossScale
 
 PHASES, WHOLE = ("forward", "backward", "step", "zero_grad"), "the whole step"
 PEER = "compile + autocast + GradScaler + fused AdamW"
 PLAIN = "mpcompile O1, fused AdamW"
 O1, O2 = "mpcompile O1, MPOptimizer", "mpcompile O2, MPOptimizer"
 OURS = (O1, O2, PLAIN)
-
-PARTS: Mapping[str, tuple[tuple[Any, str], ...]] = {
-    "is the compiled call still right": (
-        (ModuleCall, "_is_stale"), (ModuleCall, "_look_at_forward"),
-    ),
-    "the scale, before a forward": ((LossScale, "saw_forward"), (LossScale, "inputs")),
-    "copies handed to a graph": ((copies.Reader, "read"),),
-    "gradients of copies, unscaled": ((copies._ReadCopies, "backward"),),
-    "overflows, looked at by the step": ((guard, "look"),),
-    "which step is it (key)": ((MPOptimizer, "_known_key"),),
-    "is the compiled step still right": ((OfStep, "holds"),),
-    "norms of the gradients": ((Decision, "norms"),),
-    "inputs of the compiled step": ((CompiledStep, "run"),),
-    "the compiled step itself (launch)": ((CompiledStep, "take"),),
-    "skipped steps, noted": ((LossScale, "stepped"),),
-}  # fmt: skip
-"""A part -> functions: where each is found, and its name there."""
-
 
 DTYPES = {"FP16": torch.float16, "BF16": torch.bfloat16}
 
@@ -160,7 +128,6 @@ def run(settings: Settings) -> Report:
             for name, model in work.models.items()
             for dtype in model.dtypes
         }
-        parts = {arm: _parts(arm, work, device) for arm in (O1, O2)}
     finally:
         torch.set_num_threads(threads)
     ratios = {
@@ -174,14 +141,14 @@ def run(settings: Settings) -> Report:
             f"16 rows or tokens each. Microseconds, on a GPU those of the host; {work.steps} steps "
             f"in a round. {timing.how_compared(work.rounds)}",
         ],
-        tables=[*(_table(name, arms, ratios[name]) for name, arms in found.items()), _split(parts)],
+        tables=[_table(name, arms, ratios[name]) for name, arms in found.items()],
         verdicts={
             f"{name}: {O1} takes no longer than the peer: {by_arm[O1]}": by_arm[O1].paired >= 1
             for name, by_arm in ratios.items()
         },
         data={
             "rounds": work.rounds, "steps": work.steps, "seconds": found,
-            "ratios": plain(ratios), "parts": parts,
+            "ratios": plain(ratios),
         },
     )  # fmt: skip
 
@@ -253,54 +220,6 @@ def _timed(arms: Mapping[str, Arm], work: Work, device: torch.device) -> dict[st
     return found
 
 
-def _parts(name: str, work: Work, device: torch.device) -> dict[str, float]:
-    """Seconds of a step spent in each part, for the smallest model in FP16: a median of steps."""
-    clock = Clock()
-    with contextlib.ExitStack() as patched:
-        for part, functions in PARTS.items():
-            for owner, attribute in functions:
-                timed = clock.around(part, getattr(owner, attribute))
-                patched.enter_context(mock.patch.object(owner, attribute, timed))
-        model = next(iter(work.models.values()))
-        arm = _ours(name, model, torch.float16, work, device)
-        steps: list[Mapping[str, float]] = []
-        for _ in range(10 * work.steps):
-            clock.spent.clear()
-            whole = sum(arm.run())
-            steps.append(collections.Counter({**clock.spent, WHOLE: whole}))
-    late = steps[len(steps) // 2 :]
-    return {part: statistics.median(s[part] for s in late) for part in (*PARTS, WHOLE)}
-
-
-class Clock:
-    """The time spent in functions, less that in others of them which they call.
-
-    Attributes:
-        spent: seconds by part.
-    """
-
-    def __init__(self) -> None:
-        self.spent: collections.Counter[str] = collections.Counter()
-        self._inside: list[float] = []  # for each function that runs: the time spent in others
-
-    def around(self, part: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function, timed."""
-
-        @functools.wraps(function)
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            self._inside.append(0.0)
-            start = time.perf_counter()
-            try:
-                return function(*args, **kwargs)
-            finally:
-                whole = time.perf_counter() - start
-                self.spent[part] += whole - self._inside.pop()
-                if self._inside:
-                    self._inside[-1] += whole
-
-        return timed
-
-
 # -- the tables ------------------------------------------------------------------------------------
 
 
@@ -311,12 +230,3 @@ def _table(name: str, arms: Mapping[str, Phases], ratios: Mapping[str, timing.Ra
         for arm, phases in arms.items()
     ]  # fmt: skip
     return Table(name, ("arm", *PHASES, "all", "peer over ours"), rows)
-
-
-def _split(parts: Mapping[str, Mapping[str, float]]) -> Table:
-    rows = [
-        (part, *(f"{found[part] * 1e6:.1f}" for found in parts.values()))
-        for part in (*PARTS, WHOLE)
-    ]
-    title = "Where our part of the time goes, in microseconds: the smallest model, FP16"
-    return Table(title, ("part", *parts), rows)
