@@ -11,9 +11,6 @@ has to be left behind:
 Each also with clipping to a global norm of 1: `GradScaler.unscale_` and `clip_grad_norm_` for the
 peers. All loss scales are 1 and stay so: peers unscale in place, and gradients that shrink in every
 step would soon be denormals, which a CPU is slow at. (A multiplication by 1 is not left out.)
-
-Bytes per parameter: ours are counted from the pieces that were compiled, each input of a piece read
-once and each target written once; those of the peers are arithmetic, the reasons are in `PEERS`.
 """
 
 from __future__ import annotations
@@ -24,12 +21,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from benchmarks.harness import timing
 from benchmarks.harness.processes import starts
 from benchmarks.harness.report import Claims, Report, Settings, Table, paragraphs, plain
-from mpcompile import LossScale, MPOptimizer, ir
+from mpcompile import LossScale, MPOptimizer
 from mpcompile.scaling import copies
 
 
@@ -45,23 +42,18 @@ def run(settings: Settings) -> Report:
             *paragraphs(__doc__),
             f"{sum(1 for _ in work.shapes())} tensors of a GPT ({work.layers} layers, width "
             f"{work.width}, vocabulary {work.vocab}). {work.steps} steps in a round. "
-            f"{timing.how_compared(work.rounds)} "
-            "GB/s is bytes by the count over the median time; a cached or written line "
-            "that is first read counts as the program sees it, once. Compile time: a fresh "
-            "process with empty caches, to the end of the second step.",
+            f"{timing.how_compared(work.rounds)} Compile time: a fresh process with empty caches, "
+            "to the end of the second step.",
         ],
         tables=[
-            _step_table(found, work.parameters),
+            _step_table(found),
             _ratio_table(ratios),
-            _bytes_table(found),
             *([_start_table(found.starts)] if found.starts else []),
         ],
         verdicts=dict(_verdicts(ratios, found, device)),
         data={
             "work": plain(work),
             "parameters": work.parameters,
-            "bytes_per_parameter": found.moved,
-            "ideal_bytes_per_parameter": IDEAL,
             "seconds_per_step": found.seconds,
             "ratios": plain(ratios),
             "seconds_to_second_step": found.starts,
@@ -73,7 +65,7 @@ def run(settings: Settings) -> Report:
 # What is compared: the sizes, the situations of ours, and the peers.
 
 RATE = 1e-4
-COMPILED, COPY = "torch.compile(AdamW.step), no scaling", "memory copy"
+COMPILED = "torch.compile(AdamW.step), no scaling"
 LOW, CLIPPED = ", low gradients, copies", ", clipped"
 
 
@@ -128,8 +120,6 @@ class Peer:
 
     Attributes:
         settings: AdamW's.
-        bytes_: of memory traffic for each parameter.
-        why: the sum, reads and writes of what.
         scaled: under a GradScaler.
         clip: unscale_ and clip_grad_norm_ before the step.
         cast: cast the weights into low copies after it.
@@ -138,33 +128,22 @@ class Peer:
 
     name: str
     settings: dict[str, Any]
-    bytes_: int
-    why: str
     scaled: bool = True
     clip: bool = False
     cast: bool = False
     compile: bool = False
 
 
-_CHECK = "8 check (unscales in place: gradient read, written)"
-_FUSED = "16 read p, g, m, v + 12 written p, m, v"
-_CAST = "6 cast (4 read, 2 written)"
-_CLIP = "4 norm + 8 clip in place"
 _FUSED_ON, _FOREACH_ON = {"fused": True}, {"foreach": True}
 PEERS = (
-    Peer("GradScaler + fused AdamW", _FUSED_ON, 40,
-         f"{_CHECK} + {_FUSED} + 4 gradient unscaled again, written"),
-    Peer("GradScaler + foreach AdamW", _FOREACH_ON, 88,
-         f"{_CHECK} + a pass for each of 8 operators: 8 + 12 + 8 + 12 + 8 + 8 + 8 + 16"),
-    Peer("GradScaler + fused AdamW, copies", _FUSED_ON, 46,
-         f"40 as without copies + {_CAST}", cast=True),
-    Peer("GradScaler + fused AdamW" + CLIPPED, _FUSED_ON, 48,
-         f"{_CHECK} + {_CLIP} + {_FUSED}", clip=True),
-    Peer("GradScaler + fused AdamW, copies" + CLIPPED, _FUSED_ON, 54,
-         f"48 as without copies + {_CAST}", clip=True, cast=True),
-    Peer(COMPILED, {}, 28, _FUSED, scaled=False, compile=True),
-    Peer("fused AdamW, no scaling", _FUSED_ON, 28, _FUSED, scaled=False),
-)  # fmt: skip
+    Peer("GradScaler + fused AdamW", _FUSED_ON),
+    Peer("GradScaler + foreach AdamW", _FOREACH_ON),
+    Peer("GradScaler + fused AdamW, copies", _FUSED_ON, cast=True),
+    Peer("GradScaler + fused AdamW" + CLIPPED, _FUSED_ON, clip=True),
+    Peer("GradScaler + fused AdamW, copies" + CLIPPED, _FUSED_ON, clip=True, cast=True),
+    Peer(COMPILED, {}, scaled=False, compile=True),
+    Peer("fused AdamW, no scaling", _FUSED_ON, scaled=False),
+)
 OURS = tuple(Ours(low, clip) for clip in (False, True) for low in (False, True))
 
 
@@ -237,78 +216,32 @@ def peer_step(peer: Peer, work: Work, device: torch.device) -> Callable[[], obje
     return step
 
 
-def bytes_moved(optimizer: MPOptimizer) -> int:
-    """Bytes that its one step reads and writes, each input of a graph that was compiled read once.
-    torch's fused AdamW reads p, g, m and v and writes p, m and v, and g if that is clipped.
-    """
-    (step,) = optimizer._steps._steps.values()
-    traced = step.traced
-    gradients = [m.param.grad for m in step.key.members if m.param.grad is not None]
-    norms = sum(g.numel() * g.element_size() for g in gradients)
-    if traced.fused:
-        return norms + sum(g.numel() for g in gradients) * (32 if traced.config.clipped else 28)
-    return norms + sum(len(u.calls) * _bytes(u.graph) for u in traced.updates)
-
-
-def _bytes(gm: fx.GraphModule) -> int:
-    read = [n for n in gm.graph.find_nodes(op="placeholder") if any(_reads(u, n) for u in n.users)]
-    copied = gm.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
-    results = gm.graph.output_node().all_input_nodes
-    return sum(map(_size, [*read, *(n.args[0] for n in copied), *results]))
-
-
-def _reads(user: fx.Node, node: fx.Node) -> bool:
-    """Whether the value is needed: not if the node is only what is written to."""
-    return user.target is not torch.ops.aten.copy_.default or user.args[1] is node
-
-
-def _size(node: fx.Node) -> int:
-    value = ir.value(node)
-    return value.numel() * value.element_size()
-
-
 @dataclasses.dataclass(frozen=True)
 class Measured:
     """What the arms showed. Each dict is by the arm's name.
 
     Attributes:
         seconds: of a step, a sample a round.
-        moved: bytes of memory traffic for each parameter.
-        reasons: how `moved` comes about.
         starts: seconds to the end of the second step in a fresh process; empty if not measured.
     """
 
     seconds: dict[str, list[float]]
-    moved: dict[str, float]
-    reasons: dict[str, str]
     starts: dict[str, float]
 
 
 def measure_all(work: Work, device: torch.device) -> Measured:
-    """Time all arms in turns in this process, and count the bytes of ours; then first steps in
-    processes of their own.
-    """
+    """Time all arms in turns in this process; then first steps in processes of their own."""
     steps: dict[str, Callable[[], object]] = {}
-    moved: dict[str, float] = {COPY: 8.0}
-    reasons = {COPY: "4 read + 4 written"}
     for ours in OURS:
-        optimizer = ours_optimizer(ours, work, device)
-        optimizer.step()
-        steps[ours.name] = optimizer.step
-        moved[ours.name] = bytes_moved(optimizer) / work.parameters
-        reasons[ours.name] = "counted"
+        steps[ours.name] = ours_optimizer(ours, work, device).step
     for peer in PEERS:
         steps[peer.name] = peer_step(peer, work, device)
-        moved[peer.name], reasons[peer.name] = float(peer.bytes_), peer.why
-    source = torch.randn(work.parameters, device=device)
-    target = torch.empty_like(source)
-    steps[COPY] = lambda: target.copy_(source)
     for step in steps.values():
-        for _ in range(2):  # the first makes AdamW's state, the second must find it there
+        for _ in range(3):  # the first makes AdamW's state, the second must find it there
             step()
     turns, wait = [timing.Arm(*one) for one in steps.items()], timing.idle_wait(device)
     seconds = timing.take_turns(turns, rounds=work.rounds, steps=work.steps, wait=wait)
-    return Measured(seconds, moved, reasons, _starts(device) if work.starts else {})
+    return Measured(seconds, _starts(device) if work.starts else {})
 
 
 def _starts(device: torch.device) -> dict[str, float]:
@@ -330,10 +263,6 @@ def first_steps(name: str, kind: str) -> float:
 # -- report ----------------------------------------------------------------------------------------
 # Ratios to the rivals, verdicts and tables.
 
-IDEAL = 30
-"""Bytes per parameter: a low gradient read twice (4), parameter and moments read and written (24),
-a low copy written (2)."""
-
 OVER_SCALED = {"cpu": 1.15, "cuda": 1.3}
 
 Ratios = dict[str, dict[str, timing.Ratio]]
@@ -354,14 +283,9 @@ def _ratios(seconds: dict[str, list[float]]) -> Ratios:
     return {ours.name: over(ours) for ours in OURS}
 
 
-def _step_table(found: Measured, parameters: int) -> Table:
-    rows = []
-    for name, samples in found.seconds.items():
-        one, moved = timing.summarize(samples), found.moved[name]
-        rate = moved * parameters / one.median / 1e9
-        rows.append((name, one.text(), f"{moved:.1f}", f"{rate:.1f}"))
-    columns = ("arm", "ms", f"bytes per parameter (ideal {IDEAL})", "GB/s")
-    return Table("Step", columns, rows)
+def _step_table(found: Measured) -> Table:
+    rows = [(name, timing.summarize(samples).text()) for name, samples in found.seconds.items()]
+    return Table("Step", ("arm", "ms"), rows)
 
 
 def _ratio_table(ratios: Ratios) -> Table:
@@ -371,11 +295,6 @@ def _ratio_table(ratios: Ratios) -> Table:
         for base, value in group.items()
     ]
     return Table("How many times faster", ("", "than", "", "of medians"), rows)
-
-
-def _bytes_table(found: Measured) -> Table:
-    rows = [(name, f"{moved:.1f}", found.reasons[name]) for name, moved in found.moved.items()]
-    return Table("Bytes per parameter", ("arm", "bytes", "sum"), rows)
 
 
 def _start_table(starts: dict[str, float]) -> Table:
@@ -391,8 +310,3 @@ def _verdicts(ratios: Ratios, found: Measured, device: torch.device) -> Claims:
         times = ratios[ours.name][fastest].paired
         claim = f"{ours.name} at least {target}x faster than {fastest}: {times:.2f}x"
         yield claim, times >= target
-    for ours in OURS:
-        if ours.low:
-            moved = found.moved[ours.name]
-            claim = f"{ours.name} moves {moved:.1f} bytes per parameter, ideal {IDEAL}"
-            yield claim, round(moved, 1) <= IDEAL

@@ -283,11 +283,7 @@ def test_optimizer_step_tiny(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert main(["run", "optimizer_step", "--quick", "--out", str(tmp_path)]) == 0
     data = json.loads((tmp_path / "optimizer_step_cpu.json").read_text())
     arms = (*optimizer_step.OURS, *optimizer_step.PEERS)
-    assert data["seconds_per_step"].keys() == {*(a.name for a in arms), optimizer_step.COPY}
-    # p, m, v read and written; gradients read twice; the copy written; counters on top.
-    for ours in optimizer_step.OURS:
-        moved = data["bytes_per_parameter"][ours.name]
-        assert 0 < moved - (24 + (2 * 2 + 2 if ours.low else 2 * 4)) < 0.1
+    assert data["seconds_per_step"].keys() == {arm.name for arm in arms}
     assert "GradScaler + fused AdamW" in capsys.readouterr().out
 
 
