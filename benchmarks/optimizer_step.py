@@ -24,7 +24,6 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.harness import timing
-from benchmarks.harness.processes import starts
 from benchmarks.harness.report import Claims, Report, Settings, Table, paragraphs, plain
 from mpcompile import LossScale, MPOptimizer
 from mpcompile.scaling import copies
@@ -33,30 +32,25 @@ from mpcompile.scaling import copies
 def run(settings: Settings) -> Report:
     """Measure everything; under `settings.quick` tiny shapes, once, without compiling."""
     device = settings.device
-    work = TINY if settings.quick else work_for(device)
-    found = measure_all(work, device)
-    ratios = _ratios(found.seconds)
+    full = CUDA if device.type == "cuda" else CPU
+    work = TINY if settings.quick else full
+    seconds = measure_all(work, device)
+    ratios = _ratios(seconds)
     return Report(
         title=f"AdamW's step over {work.parameters / 1e6:.1f}M parameters",
         notes=[
             *paragraphs(__doc__),
             f"{sum(1 for _ in work.shapes())} tensors of a GPT ({work.layers} layers, width "
             f"{work.width}, vocabulary {work.vocab}). {work.steps} steps in a round. "
-            f"{timing.how_compared(work.rounds)} Compile time: a fresh process with empty caches, "
-            "to the end of the second step.",
+            f"{timing.how_compared(work.rounds)}",
         ],
-        tables=[
-            _step_table(found),
-            _ratio_table(ratios),
-            *([_start_table(found.starts)] if found.starts else []),
-        ],
-        verdicts=dict(_verdicts(ratios, found, device)),
+        tables=[_step_table(seconds), _ratio_table(ratios)],
+        verdicts=dict(_verdicts(ratios, seconds, device)),
         data={
             "work": plain(work),
             "parameters": work.parameters,
-            "seconds_per_step": found.seconds,
+            "seconds_per_step": seconds,
             "ratios": plain(ratios),
-            "seconds_to_second_step": found.starts,
         },
     )
 
@@ -80,7 +74,6 @@ class Work:
     emit: str = "inductor"
     rounds: int = 40
     steps: int = 3
-    starts: bool = True
 
     @property
     def parameters(self) -> int:
@@ -99,7 +92,7 @@ class Work:
 CPU = Work(vocab=4099, context=128, width=512, layers=8)
 # GPT-2's 124M: a GPU is through the CPU's 27M before the next kernel is launched.
 CUDA = Work(vocab=50257, context=1024, width=768, layers=12, steps=10)
-TINY = Work(vocab=61, context=16, width=32, layers=1, emit="eager", rounds=1, steps=1, starts=False)
+TINY = Work(vocab=61, context=16, width=32, layers=1, emit="eager", rounds=1, steps=1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,11 +138,6 @@ PEERS = (
     Peer("fused AdamW, no scaling", _FUSED_ON, scaled=False),
 )
 OURS = tuple(Ours(low, clip) for clip in (False, True) for low in (False, True))
-
-
-def work_for(device: torch.device) -> Work:
-    """The full size on this type of device."""
-    return CUDA if device.type == "cuda" else CPU
 
 
 def _parameters(work: Work, device: torch.device) -> list[nn.Parameter]:
@@ -216,48 +204,17 @@ def peer_step(peer: Peer, work: Work, device: torch.device) -> Callable[[], obje
     return step
 
 
-@dataclasses.dataclass(frozen=True)
-class Measured:
-    """What the arms showed. Each dict is by the arm's name.
-
-    Attributes:
-        seconds: of a step, a sample a round.
-        starts: seconds to the end of the second step in a fresh process; empty if not measured.
-    """
-
-    seconds: dict[str, list[float]]
-    starts: dict[str, float]
-
-
-def measure_all(work: Work, device: torch.device) -> Measured:
-    """Time all arms in turns in this process; then first steps in processes of their own."""
-    steps: dict[str, Callable[[], object]] = {}
-    for ours in OURS:
-        steps[ours.name] = ours_optimizer(ours, work, device).step
-    for peer in PEERS:
-        steps[peer.name] = peer_step(peer, work, device)
+def measure_all(work: Work, device: torch.device) -> dict[str, list[float]]:
+    """Arm's name -> seconds of a step, a sample a round: all arms in turns."""
+    steps: dict[str, Callable[[], object]] = {
+        **{ours.name: ours_optimizer(ours, work, device).step for ours in OURS},
+        **{peer.name: peer_step(peer, work, device) for peer in PEERS},
+    }
     for step in steps.values():
         for _ in range(3):  # the first makes AdamW's state, the second must find it there
             step()
     turns, wait = [timing.Arm(*one) for one in steps.items()], timing.idle_wait(device)
-    seconds = timing.take_turns(turns, rounds=work.rounds, steps=work.steps, wait=wait)
-    return Measured(seconds, _starts(device) if work.starts else {})
-
-
-def _starts(device: torch.device) -> dict[str, float]:
-    step = "benchmarks.optimizer_step:first_steps"
-    names = (*(ours.name for ours in OURS), COMPILED)
-    return {name: float(starts(1, step, name, device.type)[0]) for name in names}
-
-
-def first_steps(name: str, kind: str) -> float:
-    """What the fresh process does: two steps, timed. The first makes state and compiles."""
-    device = torch.device(kind)
-    work = work_for(device)
-    (arm,) = (one for one in (*OURS, *PEERS) if one.name == name)
-    is_ours = isinstance(arm, Ours)
-    step = ours_optimizer(arm, work, device).step if is_ours else peer_step(arm, work, device)
-    return timing.seconds_of(lambda: [step() for _ in range(2)], timing.idle_wait(device))
+    return timing.take_turns(turns, rounds=work.rounds, steps=work.steps, wait=wait)
 
 
 # -- report ----------------------------------------------------------------------------------------
@@ -283,8 +240,8 @@ def _ratios(seconds: dict[str, list[float]]) -> Ratios:
     return {ours.name: over(ours) for ours in OURS}
 
 
-def _step_table(found: Measured) -> Table:
-    rows = [(name, timing.summarize(samples).text()) for name, samples in found.seconds.items()]
+def _step_table(seconds: dict[str, list[float]]) -> Table:
+    rows = [(name, timing.summarize(samples).text()) for name, samples in seconds.items()]
     return Table("Step", ("arm", "ms"), rows)
 
 
@@ -297,16 +254,13 @@ def _ratio_table(ratios: Ratios) -> Table:
     return Table("How many times faster", ("", "than", "", "of medians"), rows)
 
 
-def _start_table(starts: dict[str, float]) -> Table:
-    rows = [(name, f"{value:.1f}") for name, value in starts.items()]
-    return Table("Compile time", ("arm", "cold, s"), rows)
-
-
-def _verdicts(ratios: Ratios, found: Measured, device: torch.device) -> Claims:
+def _verdicts(
+    ratios: Ratios, seconds: dict[str, list[float]], device: torch.device
+) -> Claims:
     target = OVER_SCALED[device.type]
     for ours in OURS:
         fair = [p.name for p in _rivals(ours) if p.scaled and p.cast == ours.low]
-        fastest = min(fair, key=lambda name: timing.summarize(found.seconds[name]).median)
+        fastest = min(fair, key=lambda name: timing.summarize(seconds[name]).median)
         times = ratios[ours.name][fastest].paired
         claim = f"{ours.name} at least {target}x faster than {fastest}: {times:.2f}x"
         yield claim, times >= target

@@ -193,9 +193,6 @@ def test_a_first_step_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpt, "work_for", lambda device: gpt.TINY)
     found = gpt.first_step(gpt.O1, "cpu")
     assert 0 < found["passes"] < found["seconds"]
-    monkeypatch.setattr(optimizer_step, "work_for", lambda device: optimizer_step.TINY)
-    for name in (optimizer_step.OURS[0].name, optimizer_step.COMPILED):
-        assert optimizer_step.first_steps(name, "cpu") > 0
 
 
 def test_every_arm_starts_cold_and_then_warm_from_its_own_caches(
@@ -221,11 +218,6 @@ def test_a_first_step_of_gpt_in_a_fresh_process() -> None:
     (found,) = starts(1, "benchmarks.gpt:first_step", gpt.O1, "cpu")
     assert 0 < found["passes"] < found["seconds"]
     assert found["cache_hits"] == 0
-
-
-@pytest.mark.sweep("runs a benchmark, small")
-def test_first_steps_of_an_optimizer_in_a_fresh_process() -> None:
-    assert starts(1, "benchmarks.optimizer_step:first_steps", "mpcompile", "cpu")[0] > 0
 
 
 def test_registry_finds_each_benchmark() -> None:
