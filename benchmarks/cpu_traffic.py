@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 from unittest import mock
@@ -39,7 +38,7 @@ from torch.utils._ordered_set import OrderedSet
 
 from benchmarks.harness.processes import calls_elsewhere
 from benchmarks.harness.report import Claims, Report, Settings, Table, paragraphs, plain
-from benchmarks.harness.scheduled import is_kernel, moved, name_of, origin, origins, plan_only
+from benchmarks.harness.scheduled import is_kernel, moved, origins, plan_only
 from benchmarks.harness.ways import AUTOCAST, PIECES, everyones, trainer_for
 from benchmarks.real_models import BY_DEVICE, TASKS, TINY
 from mpcompile.devices import cpu
@@ -71,14 +70,12 @@ class Count:
         bytes: by cause.
         kernels: how many.
         peak, saved: bytes.
-        largest: the kernels that move most, by what they do: operators, module, bytes, how many.
     """
 
     bytes: dict[str, int]
     kernels: int
     peak: int
     saved: int
-    largest: list[tuple[str, int, int]]
 
 
 def run(settings: Settings) -> Report:
@@ -101,13 +98,13 @@ class _Graph:
     """One that Inductor scheduled, and that was called.
 
     Attributes:
-        kernels: the cause of each, what it does, its bytes.
+        kernels: the cause of each, and its bytes.
         peak, given, left: bytes: the most that lies there at once; what a backward gets of its
             forward; what is there afterwards.
     """
 
     backward: bool
-    kernels: list[tuple[str, str, int]]
+    kernels: list[tuple[str, int]]
     peak: int
     given: int
     left: int
@@ -147,19 +144,12 @@ def _summed(called: Sequence[_Graph]) -> Count:
         kept = sum(graph.given for graph in backwards[:at])
         done = sum(graph.left for graph in backwards[at + 1 :])
         peak = max(peak, left + forward.peak, kept + done + backward.peak)
-    bytes_, alike = Counter[str](), Counter[str]()
-    number = Counter[str]()
-    for graph in called:
-        for cause, what, size in graph.kernels:
-            bytes_[cause] += size
-            alike[f"{cause}: {what}"] += size
-            number[f"{cause}: {what}"] += 1
+    kernels = [kernel for graph in called for kernel in graph.kernels]
     return Count(
-        bytes={cause: bytes_[cause] for cause in CAUSES},
-        kernels=sum(number.values()),
+        bytes={cause: sum(size for why, size in kernels if why == cause) for cause in CAUSES},
+        kernels=len(kernels),
         peak=peak,
         saved=sum(graph.given for graph in backwards),
-        largest=[(what, size, number[what]) for what, size in alike.most_common(12)],
     )
 
 
@@ -178,7 +168,7 @@ def _graph(graph: GraphLowering, vocabulary: int) -> _Graph:
         memory.assign_memory_planning_info_for_scheduler_buffers(planned.nodes, planned.name_to_buf)
         peak, live = memory.estimate_peak_memory(planned.nodes, freeable, outputs)
         kernels = [
-            (_cause(node, graph, vocabulary), _what(node), _bytes(node))
+            (_cause(node, graph, vocabulary), _bytes(node))
             for node in planned.nodes
             if is_kernel(node)
         ]
@@ -188,13 +178,6 @@ def _graph(graph: GraphLowering, vocabulary: int) -> _Graph:
 
 def _bytes(node: BaseSchedulerNode) -> int:
     return int(node.get_read_write_buffers_sizes()) if node.is_extern() else moved(node)
-
-
-def _what(node: BaseSchedulerNode) -> str:
-    if node.is_extern():
-        call = origin(node.node)
-        return str(call.target) if call is not None else type(node.node).__name__
-    return name_of(node)
 
 
 def _cause(node: BaseSchedulerNode, graph: GraphLowering, vocabulary: int) -> str:
