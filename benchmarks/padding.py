@@ -117,7 +117,7 @@ def _measure(timed: Timed, work: Work, device: torch.device) -> Found:
     wait = timing.idle_wait(device)
     for way in _ways(device, work.emit):
         arm = way.name
-        begun[arm] = Begun(way, timed, work.emit, device).compile()
+        begun[arm] = Begun(way, timed, work.emit, device)
         # A new cache, or "auto" would find what "never" has compiled. Inductor pads products on a
         # GPU itself unless it is told not to: the arms of ours would have its pads, too.
         with fresh_cache(), inductor.patch(shape_padding=arm == PAD_MM):

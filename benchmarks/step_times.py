@@ -57,18 +57,13 @@ def ways(device: torch.device) -> dict[str, Way]:
 
 
 class Begun:
-    """A model that returns its loss under one arm, on one fixed batch."""
+    """A model that returns its loss under one arm, on one fixed batch; its first step compiles."""
 
     def __init__(self, way: Way, timed: Timed, emit: str, device: torch.device) -> None:
         torch.manual_seed(0)
         self.trainer = trainer_for(way, emit, device)
-        self.model = timed.build().to(device)
+        self.model = self.trainer.model(timed.build())
         self._batch = timed.sample.draw(device)
-
-    def compile(self) -> Begun:
-        """Make the model ready to be compiled in its first step."""
-        self.trainer.model(self.model)
-        return self
 
     def loss(self) -> torch.Tensor:
         with self.trainer.forward():

@@ -22,7 +22,7 @@ def call_elsewhere(
     """What a function returns in a fresh process.
 
     Args:
-        function: as "benchmarks.gpt:first_step"; it returns JSON data.
+        function: as "benchmarks.verified:first_step"; it returns JSON data.
         arguments: JSON data.
         environment: variables beside those of this process.
 
@@ -60,20 +60,9 @@ def starts(number: int, function: str, *arguments: Any) -> list[Any]:
     """What a function returns in a fresh process with empty caches of Inductor's, and in others
     with those that the first one has left.
     """
-    return starts_in_turns(number, function, {"": arguments})[""]
-
-
-def starts_in_turns(
-    number: int, function: str, calls: Mapping[str, Sequence[Any]]
-) -> dict[str, list[Any]]:
-    """The same for several calls, by name, which take turns; each has caches of its own."""
-    found: dict[str, list[Any]] = {name: [] for name in calls}
     with tempfile.TemporaryDirectory() as folder:
-        for _ in range(number):
-            for place, (name, arguments) in enumerate(calls.items()):
-                caches = {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/{place}"}
-                found[name].append(call_elsewhere(function, *arguments, environment=caches))
-    return found
+        caches = {"TORCHINDUCTOR_CACHE_DIR": folder}
+        return [call_elsewhere(function, *arguments, environment=caches) for _ in range(number)]
 
 
 if __name__ == "__main__":

@@ -1,6 +1,5 @@
 """The benchmarks' machinery: arithmetic on made-up timings, the registry, one tiny run of each."""
 
-import dataclasses
 import itertools
 import json
 from collections.abc import Sequence
@@ -14,7 +13,6 @@ from benchmarks import first_steps, gpt, optimizer_step, padding, serving, small
 from benchmarks.__main__ import main, registry
 from benchmarks.first_steps.trainings import TINY as TINY_TRAININGS
 from benchmarks.gpt import verdicts
-from benchmarks.harness import processes
 from benchmarks.harness.processes import call_elsewhere, calls_elsewhere, starts
 from benchmarks.harness.report import Report, Settings, Table, environment, paragraphs, plain
 from benchmarks.harness.timing import Arm, far_behind, ratio, summarize, take_turns
@@ -93,9 +91,9 @@ def test_what_is_left_out_has_no_verdict() -> None:
     """And where nothing runs low, FP32's speed is what is to be kept."""
     same = ratio([1.0], [1.0])
     over_fp32 = {f"{ours} over {gpt.FP32}": same for ours in gpt.OURS}
-    kept = dict(verdicts(over_fp32, {}, dict.fromkeys(gpt.OURS, False)))
+    kept = dict(verdicts(over_fp32, dict.fromkeys(gpt.OURS, False)))
     assert list(kept.values()) == [True, True]
-    missed = dict(verdicts(over_fp32, {}, dict.fromkeys(gpt.OURS, True)))
+    missed = dict(verdicts(over_fp32, dict.fromkeys(gpt.OURS, True)))
     assert list(missed.values()) == [False, False]
 
 
@@ -186,38 +184,6 @@ def test_a_warm_start_finds_what_the_cold_one_has_left(monkeypatch: pytest.Monke
     cold, warm = starts(2, "os:getenv", "TORCHINDUCTOR_CACHE_DIR")
     assert cold == warm != "another"
     assert starts(2, "os:getenv", "TORCHINDUCTOR_CACHE_DIR")[0] != cold
-
-
-@pytest.mark.slow("a benchmark's own test, which runs it small")
-def test_a_first_step_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpt, "work_for", lambda device: gpt.TINY)
-    found = gpt.first_step(gpt.O1, "cpu")
-    assert 0 < found["passes"] < found["seconds"]
-
-
-def test_every_arm_starts_cold_and_then_warm_from_its_own_caches(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    started: list[tuple[str, str]] = []
-
-    def start(_: str, name: str, kind: str, environment: dict[str, str]) -> dict[str, object]:
-        started.append((name, environment["TORCHINDUCTOR_CACHE_DIR"]))
-        return {"number": len(started)}
-
-    monkeypatch.setattr(processes, "call_elsewhere", start)
-    work = dataclasses.replace(gpt.TINY, warm_starts=2)
-    found = gpt.measure_starts(work, CPU, ("an arm", "other"))
-    assert [name for name, _ in started] == ["an arm", "other"] * 3
-    assert started == started[:2] * 3
-    assert started[0][1] != started[1][1]
-    assert found["other"] == {"cold": {"number": 2}, "warm": [{"number": 4}, {"number": 6}]}
-
-
-@pytest.mark.sweep("runs a benchmark, small")
-def test_a_first_step_of_gpt_in_a_fresh_process() -> None:
-    (found,) = starts(1, "benchmarks.gpt:first_step", gpt.O1, "cpu")
-    assert 0 < found["passes"] < found["seconds"]
-    assert found["cache_hits"] == 0
 
 
 def test_registry_finds_each_benchmark() -> None:
