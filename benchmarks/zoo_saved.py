@@ -14,6 +14,7 @@ columns without them say what remains when the batch is large.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import Any
@@ -21,8 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from benchmarks import saved_bytes
 from benchmarks.harness.report import Claims, Report, Settings, Table, paragraphs
-from benchmarks.saved_bytes import count, excess
 from benchmarks.zoo import LEAST
 from benchmarks.zoo.catalogue import LIBRARIES, rows_of
 from benchmarks.zoo.making import Entry, Inputs
@@ -105,8 +106,9 @@ def _verdicts(rows: Sequence[Mapping[str, Any]]) -> Claims:
 # -- saved -----------------------------------------------------------------------------------------
 # Bytes that autograd holds between forward and backward, by compile + autocast and by mpcompile.
 
-_LISTED = 4
-WAYS = {BOTH: count.AUTOCAST, "O1": count.O1, "O2": count.O2}
+_LISTED = _SHOWN = 4
+"""Differences of two programs that are kept, and tensors that are named for each."""
+WAYS = {BOTH: saved_bytes.AUTOCAST, "O1": saved_bytes.O1, "O2": saved_bytes.O2}
 
 
 def saved(name: str, draws: int = 1) -> dict[str, Any]:
@@ -127,13 +129,13 @@ def saved(name: str, draws: int = 1) -> dict[str, Any]:
             found[way] = {"failed": f"{type(error).__name__}: {error}".splitlines()[0]}
             continue
         theirs = listed if way == BOTH else theirs
-        more = [(size, group.dtype, group.op) for group, _, size in excess(listed, theirs)]
-        found[way] = {"held": held, "casts": casts, "more": more[:_LISTED]}
+        more = excess(listed, theirs)[:_LISTED]
+        found[way] = {"held": held, "casts": casts, "more": more}
     return {"name": name, "kind": entry.kind, "saved": found}
 
 
 def _held(
-    entry: Entry, model: nn.Module, way: count.Way, inputs: Inputs
+    entry: Entry, model: nn.Module, way: saved_bytes.Way, inputs: Inputs
 ) -> tuple[list[Saved], int, int]:
     """What partitioned forwards save, and the bytes that autograd holds: all, and of casts."""
     listed: list[Saved] = []
@@ -145,17 +147,49 @@ def _held(
 
     batch = [value for value in inputs.values() if isinstance(value, Tensor)]
     there = [*model.parameters(), *model.buffers(), *batch]
-    with count.planned_for_gpu(), count.prepared(model, way, listed, runs=True):
-        with count.autocast(way, torch.device("cpu")):
+    with saved_bytes.planned_for_gpu(), saved_bytes.prepared(model, way, listed, runs=True):
+        with saved_bytes.autocast(way, torch.device("cpu")):
             entry.loss(model, inputs)  # compiles
             with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
                 entry.loss(model, inputs)
         for tensor in there:
             tensors.pop(tensor.untyped_storage().data_ptr(), None)
-    casts = {_contents(tensor.to(count.LOW)) for tensor in there if tensor.dtype == torch.float32}
+    casts = {_contents(tensor.to(saved_bytes.LOW)) for tensor in there if tensor.dtype == torch.float32}
     size_of = {at: tensor.untyped_storage().nbytes() for at, tensor in tensors.items()}
     low = [at for at, tensor in tensors.items() if _contents(tensor) in casts]
     return listed, sum(size_of.values()), sum(size_of[at] for at in low)
+
+
+def excess(ours: Sequence[Saved], theirs: Sequence[Saved]) -> list[tuple[int, str, str]]:
+    """Where two programs differ, copies of inputs aside: how many bytes more the first one saves of
+    tensors of one size and dtype, the dtype, and some of the tensors; the largest difference first.
+    """
+
+    def alike(one: Saved) -> tuple[int, torch.dtype]:
+        return (one.bytes, one.dtype)
+
+    mine, others = (
+        Counter(alike(one) for one in side if not one.copied) for side in (ours, theirs)
+    )
+    found = []
+    for key in mine.keys() | others.keys():
+        more = mine[key] - others[key]
+        if more:
+            side = ours if more > 0 else theirs
+            which = Counter(one for one in side if alike(one) == key and not one.copied)
+            named = ", ".join(_named(*one) for one in which.most_common(_SHOWN))
+            found.append((more * key[0], _short(key[1]), named))
+    return sorted(found, key=lambda entry: -abs(entry[0]))
+
+
+def _named(one: Saved, number: int) -> str:
+    """How many, by which operator, in which module."""
+    return f"{number} {one.op}" + (f" in {one.module}" if one.module else "")
+
+
+def _short(dtype: torch.dtype) -> str:
+    """As `bf16`, `f32`, `int64`."""
+    return str(dtype).removeprefix("torch.").replace("loat", "")
 
 
 def _contents(tensor: Tensor) -> tuple[int, torch.dtype, float]:

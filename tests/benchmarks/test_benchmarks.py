@@ -10,6 +10,7 @@ import torch
 from repository import ROOT
 
 from benchmarks import first_steps, gpt, optimizer_step, padding, serving, small, step_times
+from benchmarks import saved_bytes as cases
 from benchmarks.__main__ import main, registry
 from benchmarks.first_steps.trainings import TINY as TINY_TRAININGS
 from benchmarks.gpt import verdicts
@@ -17,8 +18,7 @@ from benchmarks.harness.processes import call_elsewhere, calls_elsewhere, starts
 from benchmarks.harness.report import Report, Settings, Table, environment, paragraphs, plain
 from benchmarks.harness.timing import Arm, far_behind, ratio, summarize, take_turns
 from benchmarks.papers.rule import deviations
-from benchmarks.saved_bytes import count as cases
-from benchmarks.saved_bytes import excess
+from benchmarks.zoo_saved import excess
 from mpcompile.plans.partitioned import Saved
 
 CPU = torch.device("cpu")
@@ -302,8 +302,7 @@ def test_excess_is_matched_by_size_and_dtype_and_leaves_copies_out() -> None:
     low, full = torch.bfloat16, torch.float32
     ours = [saved("mul", 8, full), saved("add", 4, low), saved("cast", 9, low, copied=True)]
     theirs = [saved("div", 4, low), saved("sub", 2, low), saved("sub", 2, low)]
-    found = [(group.op, more, size) for group, more, size in excess(ours, theirs)]
-    assert found == [("1 mul", 1, 32), ("2 sub", -2, -8)]
+    assert excess(ours, theirs) == [(32, "f32", "1 mul"), (-8, "bf16", "2 sub")]
 
 
 @pytest.mark.slow("a benchmark's own test, which runs it small")

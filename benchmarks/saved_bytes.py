@@ -1,4 +1,22 @@
-"""Bytes saved for the backward, counted in partitioned programs and seen by autograd's hooks."""
+"""Bytes kept between forward and backward, counted in the programs that torch.compile parts.
+
+Every arm goes the way it goes in training: Dynamo, AOTAutograd, Inductor's passes on the joint
+graph and its min-cut partitioner. Only code generation is left out: in its place stands a function
+that reads from the partitioned forward what it hands to the backward. So a model of any size is
+counted in seconds; its parameters are memory that nothing touches, its activations are never
+allocated.
+
+What is counted: see `mpcompile/plans/partitioned.py`. A model in half precision has its low
+weights as parameters, which exist anyway. A copy of an input that the graph makes itself (a weight
+cast to the low dtype) does count, and has a column of its own.
+
+Without a GPU, peers are traced on the CPU, and our passes plan as for a GPU that has a kernel for
+everything: a CPU's plan is another one (its attention is written out, for one thing), made for the
+CPU's speed. What remains different: padding, and whatever else needs a GPU to be asked.
+
+For a GPT small enough to run, the same arms run op by op as well, and saved-tensor hooks say what
+autograd really holds.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +33,7 @@ from torch._functorch import config as functorch
 from torch._inductor import compile_fx
 
 from benchmarks import models
+from benchmarks.harness.report import Claims, Report, Settings, Table
 from mpcompile import MPOptimizer, mpcompile
 from mpcompile.compiler import backend
 from mpcompile.compiler.plan_graph import Facts, Planned, plan_graph
@@ -23,9 +42,36 @@ from mpcompile.demo.train import bytes_saved_for_backward
 from mpcompile.devices.cpu import CPU
 from mpcompile.plans.partitioned import Saved, saved_by
 from mpcompile.scaling import copies
-from mpcompile.settings import Settings
+from mpcompile.settings import Settings as CompileSettings
 
 LOW = torch.bfloat16
+
+
+def run(settings: Settings) -> Report:
+    """Count everything; under `settings.quick` tiny models."""
+    device = settings.device
+    work = TINY if settings.quick else Work()
+    saved, held = count_all(work, device)
+    return Report(
+        title="Bytes saved for backward",
+        notes=_notes(device),
+        tables=[
+            _table(name, found, held if name == work.small.name else None)
+            for name, found in saved.items()
+        ],
+        verdicts=dict(_verdicts(work, saved, held)),
+        data={
+            "bytes": {
+                name: {way: totals(found) for way, found in ways.items()}
+                for name, ways in saved.items()
+            },
+            "held_by_autograd": held,
+        },
+    )
+
+
+# -- count -----------------------------------------------------------------------------------------
+# What partitioned programs save, and what autograd's hooks see.
 
 
 def count_all(
@@ -87,7 +133,7 @@ def count_and_hold(case: Case, way: Way, device: torch.device) -> tuple[list[Sav
 def planned_for_gpu() -> Iterator[None]:
     """Our passes take the tensors, wherever they are, for a GPU's."""
 
-    def planned(gm: fx.GraphModule, inputs: Any, facts: Facts, settings: Settings) -> Planned:
+    def planned(gm: fx.GraphModule, inputs: Any, facts: Facts, settings: CompileSettings) -> Planned:
         gpu = dataclasses.replace(
             facts.target, device=torch.device("cuda"), profile=None, has_kernel=lambda node: True
         )
@@ -270,3 +316,79 @@ TINY = Work(
     run=GPTConfig(vocab=61, context=16, width=32, layers=1, heads=2),
     batch=2,
 )  # fmt: skip
+
+
+# -- report ----------------------------------------------------------------------------------------
+# Totals beside those of pure half, and verdicts.
+
+OVER_HALF = 1.02
+FULL_SHARE = 0.01
+FUSED_OVER_AUTOCAST = 0.5
+
+
+def _notes(device: torch.device) -> list[str]:
+    return [
+        "GB are 10^9 bytes. Counted in the forward that torch.compile's partitioner makes, before "
+        "code generation: each tensor returned for the backward's sake, once for each storage; "
+        "inputs of the graph (parameters, buffers, the batch, an MPOptimizer's low copies) do not "
+        "count. Copies of inputs, such as a weight cast to the low dtype, are part of the total. "
+        "The low dtype is BF16; pure half is the model and its images in it, compiled.",
+        f"Traced on {device.type}"
+        + (", with mpcompile's passes told that it is a GPU." if device.type == "cpu" else ".")
+        + " No dropout, whose masks every arm would keep. Budget: the partitioner's "
+        "activation_memory_budget. Recompute: `recompute=True`, and for the peer the setting of "
+        "torch's own partitioner that it stands for (ban_recompute_materialized_backward=False).",
+        "The last model is planned for the device that it runs on, op by op: `held` is what "
+        "saved-tensor hooks see.",
+    ]
+
+
+def _table(name: str, found: dict[str, list[Saved]], held: dict[str, int] | None) -> Table:
+    sums = {way: totals(saved) for way, saved in found.items()}
+    unit, label = (1e9, "GB") if max(t["all"] for t in sums.values()) > 1e8 else (1e6, "MB")
+
+    def row(way: str) -> tuple[str, ...]:
+        total = sums[way]
+        budget = way.partition(", budget")[1:] if ", budget" in way else ("", "")
+        against = (base.name + "".join(budget) for base in (HALF, AUTOCAST))
+        return (
+            way,
+            f"{total['all'] / unit:.3f}",
+            f"{total['fp32'] / unit:.3f}",
+            f"{total['fp32'] / total['all']:.1%}",
+            f"{total['copies'] / unit:.3f}",
+            *(f"{total['all'] / sums[base]['all']:.3f}x" for base in against),
+            *([f"{held[way] / unit:.3f}"] if held else []),
+        )
+
+    columns = ["", f"saved, {label}", f"of it FP32, {label}", "share", f"copies of inputs, {label}",
+               "over pure half", "over autocast"]  # fmt: skip
+    return Table(name, (*columns, *(["held, " + label] if held else [])), [*map(row, sums)])
+
+
+def _verdicts(work: Work, saved: dict[str, dict[str, list[Saved]]], held: dict[str, int]) -> Claims:
+    for name, found in saved.items():
+        ours, half = (totals(found[way.name]) for way in (STEPPED, HALF))
+        over = ours["all"] / half["all"]
+        yield f"{name}: O2 saves at most {OVER_HALF}x pure half: {over:.3f}x", over <= OVER_HALF
+        share = ours["fp32"] / ours["all"]
+        yield f"{name}: FP32 under {FULL_SHARE:.0%} of O2's bytes: {share:.1%}", share < FULL_SHARE
+    for case in work.cases:
+        for way in (w for w in WITH_HEAD if case.head):
+            found = saved[case.name]
+            ours, theirs = (totals(found[w.at(BUDGET).name]) for w in (way, AUTOCAST))
+            over = ours["all"] / theirs["all"]
+            claim = f"{case.name}: {way.name} at most {FUSED_OVER_AUTOCAST}x autocast, both at"
+            yield f"{claim} budget {BUDGET:g}: {over:.3f}x", over <= FUSED_OVER_AUTOCAST
+    small = saved[work.small.name]
+    apart = max(abs(held[way] / totals(one)["all"] - 1) for way, one in small.items())
+    yield f"counted and held bytes agree within 1%: {apart:.2%}", apart < 0.01
+
+
+def totals(saved: Sequence[Saved]) -> dict[str, int]:
+    """Bytes: all, those in FP32, those of copies of inputs."""
+    return {
+        "all": sum(s.bytes for s in saved),
+        "fp32": sum(s.bytes for s in saved if s.dtype is torch.float32),
+        "copies": sum(s.bytes for s in saved if s.copied),
+    }
