@@ -54,10 +54,7 @@ class Work:
 
 CPU = Work()
 # Wide enough that kernels, not their launches, take the time: 14 TFLOP a step.
-CUDA = Work(
-    model=GPTConfig(vocab=32003, context=1024, width=2048, layers=4, heads=16),
-    rounds=15,
-)
+CUDA = Work(model=GPTConfig(vocab=32003, context=1024, width=2048, layers=4, heads=16), rounds=15)
 TINY = Work(
     model=GPTConfig(vocab=61, context=16, width=32, layers=1, heads=2),
     batch=2,
@@ -186,7 +183,7 @@ def _notes(work: Work) -> list[str]:
         f"{size.layers} pre-norm layers, width {size.width}, {size.heads} heads, vocabulary "
         f"{size.vocab}, {work.batch} sequences of {size.context} tokens; the loss is inside the "
         f"compiled function. {work.steps} steps in a round. {timing.how_compared(work.rounds)} "
-        "Saved: what autograd keeps between forward and backward.",
+        "Saved: what autograd keeps between forward and backward."
     ]
 
 

@@ -254,9 +254,7 @@ def _ratio_table(ratios: Ratios) -> Table:
     return Table("How many times faster", ("", "than", "", "of medians"), rows)
 
 
-def _verdicts(
-    ratios: Ratios, seconds: dict[str, list[float]], device: torch.device
-) -> Claims:
+def _verdicts(ratios: Ratios, seconds: dict[str, list[float]], device: torch.device) -> Claims:
     target = OVER_SCALED[device.type]
     for ours in OURS:
         fair = [p.name for p in _rivals(ours) if p.scaled and p.cast == ours.low]

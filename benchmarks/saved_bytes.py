@@ -133,7 +133,9 @@ def count_and_hold(case: Case, way: Way, device: torch.device) -> tuple[list[Sav
 def planned_for_gpu() -> Iterator[None]:
     """Our passes take the tensors, wherever they are, for a GPU's."""
 
-    def planned(gm: fx.GraphModule, inputs: Any, facts: Facts, settings: CompileSettings) -> Planned:
+    def planned(
+        gm: fx.GraphModule, inputs: Any, facts: Facts, settings: CompileSettings
+    ) -> Planned:
         gpu = dataclasses.replace(
             facts.target, device=torch.device("cuda"), profile=None, has_kernel=lambda node: True
         )

@@ -114,8 +114,7 @@ def measure_all(work: Work, device: torch.device) -> Measured:
     found = Measured()
     for model in work.models:
         steps = {
-            arm: Begun(way, model, work.emit, device).step
-            for arm, way in ways(device).items()
+            arm: Begun(way, model, work.emit, device).step for arm, way in ways(device).items()
         }
         found.losses[model.name] = {}
         for arm, step in list(steps.items()):

@@ -154,7 +154,9 @@ def _held(
                 entry.loss(model, inputs)
         for tensor in there:
             tensors.pop(tensor.untyped_storage().data_ptr(), None)
-    casts = {_contents(tensor.to(saved_bytes.LOW)) for tensor in there if tensor.dtype == torch.float32}
+    casts = {
+        _contents(tensor.to(saved_bytes.LOW)) for tensor in there if tensor.dtype == torch.float32
+    }
     size_of = {at: tensor.untyped_storage().nbytes() for at, tensor in tensors.items()}
     low = [at for at, tensor in tensors.items() if _contents(tensor) in casts]
     return listed, sum(size_of.values()), sum(size_of[at] for at in low)
