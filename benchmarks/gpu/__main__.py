@@ -166,9 +166,8 @@ def _model(number: int) -> runner.Piece:
 
 PIECES = (
     runner.Piece("info", (*_MPCOMPILE, "info", "--device", "cuda"), 60,
-          by_name=("-m", "benchmarks.gpu.by_name", "{gpu}", "info")),
-    runner.Piece("smoke", ("-m", "benchmarks.gpu.smoke"), 240,
-          by_name=("-m", "benchmarks.gpu.by_name", "{gpu}", "smoke")),
+          by_name=("-m", "benchmarks.gpu.by_name", "{gpu}")),
+    runner.Piece("check", (*_MPCOMPILE, "check", "--device", "cuda"), 240),
     *(_model(number) for number in range(MODELS)),
     _benchmark("real_models", 480),
     # What it measures, the planner uses in the pieces below: it lies in the cache directory.
