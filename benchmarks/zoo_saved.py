@@ -24,10 +24,11 @@ from torch import Tensor, nn
 
 from benchmarks import saved_bytes
 from benchmarks.harness.report import Claims, Report, Settings, Table, paragraphs
+from benchmarks.harness.ways import AUTOCAST
 from benchmarks.zoo import LEAST
 from benchmarks.zoo.catalogue import LIBRARIES, rows_of
 from benchmarks.zoo.making import Entry, Inputs
-from benchmarks.zoo.measure import BOTH, LEVELS
+from benchmarks.zoo.measure import LEVELS
 from mpcompile.plans.partitioned import Saved
 
 DEVICES = ("cpu",)
@@ -55,11 +56,11 @@ def make_report(rows: Sequence[Mapping[str, Any]]) -> Report:
 
 
 def _table(library: str, rows: Sequence[Mapping[str, Any]]) -> Table:
-    columns = ("model", "kind", f"{BOTH}, KB", "of it casts", *LEVELS,
+    columns = ("model", "kind", f"{AUTOCAST}, KB", "of it casts", *LEVELS,
                *(f"{level}, without casts" for level in LEVELS))  # fmt: skip
 
     def cells(row: Mapping[str, Any]) -> tuple[str, ...]:
-        peer = row.get("saved", {}).get(BOTH, {})
+        peer = row.get("saved", {}).get(AUTOCAST, {})
         sizes = [f"{peer[size] / 1e3:.1f}" if size in peer else "-" for size in ("held", "casts")]
         shares = [share(row, level, casts=casts) for casts in (True, False) for level in LEVELS]
         ratios = ["-" if ratio is None else f"{ratio:.2f}x" for ratio in shares]
@@ -95,7 +96,7 @@ def _verdicts(rows: Sequence[Mapping[str, Any]]) -> Claims:
             known = [ratio for row in rows
                      if (ratio := share(row, level, casts=casts)) is not None]  # fmt: skip
             fine = sum(ratio <= _SAME for ratio in known)
-            claim = f"{level} keeps no more than {BOTH}{what}: {fine} of {len(known)}"
+            claim = f"{level} keeps no more than {AUTOCAST}{what}: {fine} of {len(known)}"
             yield claim, fine == len(known)
         if known:
             middle = median(known)
@@ -108,7 +109,7 @@ def _verdicts(rows: Sequence[Mapping[str, Any]]) -> Claims:
 
 _LISTED = _SHOWN = 4
 """Differences of two programs that are kept, and tensors that are named for each."""
-WAYS = {BOTH: saved_bytes.AUTOCAST, "O1": saved_bytes.O1, "O2": saved_bytes.O2}
+WAYS = {AUTOCAST: saved_bytes.AUTOCAST, "O1": saved_bytes.O1, "O2": saved_bytes.O2}
 
 
 def saved(name: str, draws: int = 1) -> dict[str, Any]:
@@ -128,7 +129,7 @@ def saved(name: str, draws: int = 1) -> dict[str, Any]:
         except Exception as error:
             found[way] = {"failed": f"{type(error).__name__}: {error}".splitlines()[0]}
             continue
-        theirs = listed if way == BOTH else theirs
+        theirs = listed if way == AUTOCAST else theirs
         more = excess(listed, theirs)[:_LISTED]
         found[way] = {"held": held, "casts": casts, "more": more}
     return {"name": name, "kind": entry.kind, "saved": found}
@@ -201,7 +202,7 @@ def _contents(tensor: Tensor) -> tuple[int, torch.dtype, float]:
 
 def share(row: Mapping[str, Any], level: str, *, casts: bool) -> float | None:
     """Of what the peer holds, copies of weights among it or not; None if one didn't run."""
-    sides = [row.get("saved", {}).get(way, {}) for way in (level, BOTH)]
+    sides = [row.get("saved", {}).get(way, {}) for way in (level, AUTOCAST)]
     if not all("held" in side for side in sides):
         return None
     ours, theirs = (side["held"] - (0 if casts else side["casts"]) for side in sides)

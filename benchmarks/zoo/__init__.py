@@ -36,7 +36,7 @@ from typing import Any
 
 from benchmarks.harness.report import Claims, Report, Settings, Table, paragraphs
 from benchmarks.zoo.catalogue import rows_of
-from benchmarks.zoo.measure import AUTOCAST, BOTH, COMPILED, HALF, LEVELS
+from benchmarks.zoo.measure import AUTOCAST, COMPILED, HALF, LEVELS
 
 DEVICES = ("cpu",)
 """How far roundings carry is the same everywhere; a GPU would only launch small kernels."""
@@ -124,7 +124,7 @@ def _findings(rows: Sequence[Row]) -> list[Table]:
     found += [
         (row["name"], f"a peer's: {arm} fails: {row['arms'][arm]['failed']}")
         for row in rows
-        for arm in (COMPILED, AUTOCAST, BOTH, HALF)
+        for arm in (COMPILED, AUTOCAST, HALF)
         if "failed" in row.get("arms", {}).get(arm, {})
     ]
     return [Table("Faults", ("model", "what"), found)] if found else []

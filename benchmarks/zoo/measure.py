@@ -113,9 +113,8 @@ def _norm(tensors: Gradients) -> float:
 # The ways in which a model takes a training step: mpcompile's, and those of its peers.
 
 COMPILED, AUTOCAST, HALF = "compile FP32", "autocast", "pure half"
-BOTH = "compile + autocast"
 LEVELS = ("O1", "O2")
-ARMS = (COMPILED, AUTOCAST, BOTH, HALF, *LEVELS)
+ARMS = (COMPILED, AUTOCAST, HALF, *LEVELS)
 
 _TRIES = 30
 """Steps that a scale may take to fit: GradScaler starts at 2^16 and halves."""
@@ -176,18 +175,16 @@ def run(arm: str, entry: Entry, model: nn.Module, draws: list[Draw]) -> Stepped:
     called = _Half(model) if arm == HALF else model
     if arm == COMPILED:
         model.compile(backend="eager")
-    elif arm == BOTH:
-        model.compile(backend="aot_eager")
     elif arm in LEVELS:
         mpcompile(model, dtype=LOW, level=arm, emit="aot_eager")
-    scaler = torch.amp.GradScaler("cpu") if arm in (AUTOCAST, BOTH, HALF) else None
+    scaler = torch.amp.GradScaler("cpu") if arm in (AUTOCAST, HALF) else None
     found = Stepped([])
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for draw in draws:
             model.load_state_dict(draw.weights)
             torch.manual_seed(0)  # for a model that samples
-            with torch.autocast("cpu", LOW, enabled=arm in (AUTOCAST, BOTH)):
+            with torch.autocast("cpu", LOW, enabled=arm == AUTOCAST):
                 found.skipped += _step(entry, called, draw.inputs, scaler)
             found.gradients.append(gradients(model))
     found.warned = [str(w.message) for w in caught if issubclass(w.category, MPCompileWarning)]

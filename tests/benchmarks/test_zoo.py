@@ -11,19 +11,10 @@ import torch
 
 from benchmarks import zoo_saved
 from benchmarks.__main__ import main
+from benchmarks.harness.ways import AUTOCAST as PEER
 from benchmarks.zoo import DRAWS, faults, further_off, make_report, ratio_to, timm_models
 from benchmarks.zoo.catalogue import LIBRARIES, measure_each
-from benchmarks.zoo.measure import (
-    AUTOCAST,
-    BOTH,
-    COMPILED,
-    FLOOR,
-    HALF,
-    LEVELS,
-    _dead,
-    floating,
-    measure,
-)
+from benchmarks.zoo.measure import AUTOCAST, COMPILED, FLOOR, HALF, LEVELS, _dead, floating, measure
 
 # torch warns, while Dynamo traces other libraries, of what those do.
 third_party = pytest.mark.filterwarnings("ignore")
@@ -69,7 +60,7 @@ def arm(*errors: float, **more: Any) -> dict[str, Any]:
 
 
 def a_row(**arms: dict[str, Any]) -> dict[str, Any]:
-    sound = {COMPILED: arm(0.0, 0.0), AUTOCAST: arm(2.0, 4.0), BOTH: arm(2.0, 4.0),
+    sound = {COMPILED: arm(0.0, 0.0), AUTOCAST: arm(2.0, 4.0),
              HALF: arm(3.0, 3.0), "O1": arm(1.0, 6.0), "O2": arm(2.5, 4.0)}  # fmt: skip
     return {"name": "timm/made_up", "kind": "mixer", "arms": {**sound, **arms}}
 
@@ -236,7 +227,7 @@ def test_zoo_quick(tmp_path: Path) -> None:
 
 def test_bytes_are_judged_with_and_without_casts() -> None:
     def row(o1: int, o2: int) -> dict[str, Any]:
-        sides = {BOTH: (100, 40), "O1": (o1, 0), "O2": (o2, 0)}
+        sides = {PEER: (100, 40), "O1": (o1, 0), "O2": (o2, 0)}
         sizes = {way: {"held": held, "casts": casts, "more": [[9, "float32", "1 mm"]]}
                  for way, (held, casts) in sides.items()}  # fmt: skip
         return {"name": "timm/made_up", "kind": "mixer", "saved": sizes}
@@ -260,6 +251,6 @@ def test_bytes_of_a_model() -> None:
     if importlib.util.find_spec("transformers") is None:
         pytest.skip("not installed")
     row = zoo_saved.saved("transformers/gpt2")
-    ours, theirs = row["saved"]["O1"], row["saved"][BOTH]
+    ours, theirs = row["saved"]["O1"], row["saved"][PEER]
     assert 0 < ours["casts"] <= theirs["casts"]
     assert ours["held"] - ours["casts"] <= 1.01 * (theirs["held"] - theirs["casts"])
