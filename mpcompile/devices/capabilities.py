@@ -159,15 +159,12 @@ class Capabilities:
         """Whether other processes may have this memory, as far as torch can tell."""
         return False
 
-    def record_event(self, again: Any = None) -> Any:
+    def record_event(self) -> Any:
         """An event whose `query()` says whether all work given to the device so far is done.
 
         The device need not be the current one, on whose stream a plain `record()` would put it.
-
-        Args:
-            again: an event of this device whose work is done, to be used once more.
         """
-        event = self._module.Event() if again is None else again
+        event = self._module.Event()
         event.record(self._module.current_stream(self.device))
         return event
 

@@ -37,7 +37,7 @@ from ..errors import MPCompileWarning
 from ..ranks import fsdp
 from ..ranks.shards import local
 from ..scaling import hooks, parameters
-from ..scaling.async_read import AsyncRead, HostBuffers
+from ..scaling.async_read import AsyncRead
 from ..torch_inside.names import FakeTensor, is_functorch_wrapped_tensor
 from ..torch_inside.tensors import sparse_values
 
@@ -71,7 +71,6 @@ class FiniteCheck:
         self._next = 1  # the next call in which something is to be done
         self._took = math.inf  # seconds, of a look
         self._last = 0, perf_counter()  # the call and the end of the last one
-        self._looks = HostBuffers()
         # What has not arrived yet: the call, the numbers, what says which are bad, `is_part`.
         self._later: tuple[int, AsyncRead, Callable[[Sequence[Number]], str], bool] | None = None
         self._fine = 0  # the last call that was finite
@@ -112,7 +111,7 @@ class FiniteCheck:
             is_part: whether others may be bad though these are not.
         """
         if values and self._later is None and all(map(_is_real, values)):
-            self._later = self._calls, self._looks.at(*values), bad, is_part
+            self._later = self._calls, AsyncRead(*values), bad, is_part
 
     def _hear(self, params: Iterable[torch.Tensor]) -> None:
         """Take in what has arrived, and warn once it was bad twice in a row.

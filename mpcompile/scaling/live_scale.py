@@ -17,7 +17,7 @@ from .. import logs
 from ..devices.registry import capabilities
 from ..ir.scale import STATE_DTYPES, ScaleRule, ScaleState, settled, updated
 from ..torch_inside.tensors import holders
-from .async_read import AsyncRead, HostBuffers
+from .async_read import AsyncRead
 
 _EVERY = 8  # generated steps between two reads of what a GPU has skipped
 
@@ -63,7 +63,6 @@ class LiveScale:
         self._steps = self._forwards = 0  # generated steps, and forwards with some
         self._stepped_at = -1
         self._told = 0, 0, state.skipped_steps  # these, as `stepped` has told of them
-        self._looks = HostBuffers()
         self._arriving: tuple[tuple[int, int], AsyncRead] | None = None
 
     @property
@@ -170,7 +169,7 @@ class LiveScale:
                 and not logs.is_heard("scale", logging.INFO)
             ):
                 return None
-            self._arriving = (self._steps, self._forwards), self._looks.at(*self._asked)
+            self._arriving = (self._steps, self._forwards), AsyncRead(*self._asked)
         now, later = self._arriving
         if (numbers := later.read()) is None:
             return None

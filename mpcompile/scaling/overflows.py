@@ -23,7 +23,7 @@ from ..errors import MPCompileError
 from ..ranks.shards import Ranks, local, ranks_of
 from ..torch_inside.names import norm_of_each
 from ..torch_inside.tensors import Mark, found_by, mark_of, mark_on
-from .async_read import AsyncRead, HostBuffers
+from .async_read import AsyncRead
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,6 @@ class Overflows:
         self.void = Count()
         self.looks: weakref.WeakKeyDictionary[Any, Count] = weakref.WeakKeyDictionary()
         self.ranks = Ranks()
-        self._looks_later = HostBuffers()
         self._arriving: list[tuple[AsyncRead, bool]] = []  # overflows, whether gradients existed
         self.reductions: weakref.WeakSet[Any] = weakref.WeakSet()
         self._hooks: list[RemovableHandle] = []  # on the leaves, while there are reductions
@@ -242,7 +241,7 @@ class Overflows:
         if self._arriving or count.passes != self._looked.passes:
             accumulating = self._accumulating()
             if (new := count.since(self._looked)) is not None:
-                self._arriving.append((self._looks_later.at(self.ranks.all_max(new)), accumulating))
+                self._arriving.append((AsyncRead(self.ranks.all_max(new)), accumulating))
             self._looked = count
             if not accumulating:
                 self.void = count

@@ -11,7 +11,7 @@ from mpcompile.devices.cpu import CPU
 from mpcompile.devices.registry import RandomState, capabilities, default_device, unchanged
 from mpcompile.profile.calls import Calls, Point
 from mpcompile.profile.measure import measure
-from mpcompile.scaling.async_read import HostBuffers
+from mpcompile.scaling.async_read import AsyncRead
 
 
 class Plain(Capabilities):
@@ -121,7 +121,7 @@ def test_a_number_is_read_when_its_copy_is_there(
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
     monkeypatch.setattr("mpcompile.scaling.async_read.capabilities", lambda device: Plain(second))
     second = torch.device("xpu", 1)
-    later = HostBuffers().at(torch.tensor(3.0))
+    later = AsyncRead(torch.tensor(3.0))
     assert module.recorded == ["stream of xpu:1"]
     assert later.read() is None
     module.done = True
@@ -129,28 +129,18 @@ def test_a_number_is_read_when_its_copy_is_there(
 
 
 def test_on_the_host_a_number_is_there_at_once() -> None:
-    assert HostBuffers().at(torch.tensor(3.0)).read() == (3.0,)
+    assert AsyncRead(torch.tensor(3.0)).read() == (3.0,)
 
 
-def test_looks_use_their_memory_again(module: Module, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once what they brought is read, by a look at numbers of the same dtypes."""
-    pinned: list[torch.Tensor] = []
-    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: pinned.append(self) or self)
+def test_each_look_has_memory_of_its_own(module: Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
     monkeypatch.setattr("mpcompile.scaling.async_read.capabilities", lambda device: Plain(XPU))
-    looks = HostBuffers()
-    module.done = True
-    for number in range(20):
-        assert looks.at(torch.tensor(float(number))).read() == (float(number),)
-    assert len(pinned) == 1
-    module.done = False
-    waiting = [looks.at(torch.tensor(float(number))) for number in range(3)]
+    waiting = [AsyncRead(torch.tensor(float(number))) for number in range(3)]
     assert [later.read() for later in waiting] == [None] * 3
-    assert len(pinned) == 3  # none may be written to before it is read
     module.done = True
     assert [later.read() for later in waiting] == [(0.0,), (1.0,), (2.0,)]
     assert [later.read() for later in waiting] == [(0.0,), (1.0,), (2.0,)]  # it has been noted
-    assert looks.at(torch.tensor(7), torch.tensor(True)).read() == (7, True)
-    assert len(pinned) == 5
+    assert AsyncRead(torch.tensor(7), torch.tensor(True)).read() == (7, True)
 
 
 @pytest.mark.usefixtures("plain")

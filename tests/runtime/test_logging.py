@@ -193,7 +193,7 @@ def test_the_log_waits_for_no_device(facts: Facts, monkeypatch: pytest.MonkeyPat
     """A line comes once the numbers are there; without a listener they are asked for in every
     eighth step.
     """
-    monkeypatch.setattr(live_scale.HostBuffers, "at", lambda _, *values: Arriving(*values))
+    monkeypatch.setattr(live_scale, "AsyncRead", Arriving)
     monkeypatch.setattr(live_scale, "capabilities", lambda _: mock.Mock(asynchronous=True))
     monkeypatch.setattr(Arriving, "made", 0)
     live = LossScale.dynamic(2.0**10).live

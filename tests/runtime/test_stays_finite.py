@@ -311,7 +311,7 @@ def test_nothing_waits_for_what_has_not_arrived(monkeypatch: pytest.MonkeyPatch)
             self.asked += 1
             return tuple(v.item() for v in self.values) if self.asked == 3 else None
 
-    monkeypatch.setattr(stays_finite.HostBuffers, "at", lambda self, *values: Slow(*values))
+    monkeypatch.setattr(stays_finite, "AsyncRead", Slow)
     watch = stays_finite.StepFiniteCheck("training step", ())
 
     def step(number: int) -> None:
