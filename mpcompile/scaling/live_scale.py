@@ -29,7 +29,7 @@ class Stepped(NamedTuple):
         steps, forwards: how many were taken, and of how many forwards.
         skipped: how many of them were skipped.
         before: the scale before them.
-        at_floor: whether an overflow has come at the lowest scale, for the first time.
+        at_floor: whether an overflow has come at the lowest scale.
     """
 
     steps: int
@@ -59,7 +59,7 @@ class LiveScale:
         self._early = False  # already lowered for an overflow, before its step
         self._tensors: dict[torch.device, tuple[float, torch.Tensor]] = {}
         # What the host knows, and has logged.
-        self._scale, self._skipped, self._at_floor = state.scale, state.skipped_steps, False
+        self._scale, self._skipped = state.scale, state.skipped_steps
         self._steps = self._forwards = 0  # generated steps, and forwards with some
         self._stepped_at = -1
         self._told = 0, 0, state.skipped_steps  # these, as `stepped` has told of them
@@ -82,7 +82,7 @@ class LiveScale:
 
     def set(self, state: ScaleState) -> None:
         """Take over a loaded state, of which no overflow has been counted yet."""
-        self._scale, self._skipped, self._at_floor = state.scale, state.skipped_steps, False
+        self._scale, self._skipped = state.scale, state.skipped_steps
         self._told = self._steps, self._forwards, state.skipped_steps
         self._take(dataclasses.replace(state, hit=False, floor=False), self.state)
 
@@ -176,9 +176,8 @@ class LiveScale:
         scale, skipped, floor = numbers
         known = *now, int(skipped)
         steps, forwards, new = (n - told for n, told in zip(known, self._told, strict=True))
-        first = bool(floor) and not self._at_floor
-        found = Stepped(steps, forwards, new, self._scale, first)
-        self._arriving, self._told, self._at_floor = None, known, bool(floor)
+        found = Stepped(steps, forwards, new, self._scale, bool(floor))
+        self._arriving, self._told = None, known
         self._log(float(scale), int(skipped))
         return found
 
