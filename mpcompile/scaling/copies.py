@@ -39,7 +39,7 @@ from .low_gradients import expect, hide_low_gradients, stores, unscaled
 
 
 class MasterWeight(nn.Parameter):
-    """An nn.Parameter that notes when `.data` or `detach()` gave access to its memory.
+    """An nn.Parameter that counts how often `.data` or `detach()` gave access to its memory.
 
     An existing parameter becomes one by taking this class: it stays the same object, in the module
     and in the optimizer. A pickle or a deepcopy of it is a plain nn.Parameter again.
@@ -48,8 +48,8 @@ class MasterWeight(nn.Parameter):
     @property
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # Dynamo would not find its way out
     def data(self) -> torch.Tensor:
+        self._mp_accesses = _accesses(self) + 1
         data: torch.Tensor = _DATA.__get__(self)
-        self.gave(data)
         return data
 
     @data.setter
@@ -59,22 +59,9 @@ class MasterWeight(nn.Parameter):
 
     def detach(self) -> torch.Tensor:
         """As `state_dict()` does: the `.data` of what it gives counts its writes by itself."""
-        detached = super().detach()
         if not torch.compiler.is_dynamo_compiling():
-            self.gave(detached)
-        return detached
-
-    def gave(self, handle: torch.Tensor) -> None:
-        """Note a tensor over the same memory, by which it may be written."""
-        self._mp_handles = [*self._living_handles(), weakref.ref(handle)]
-        self._mp_accesses = _accesses(self) + 1
-
-    def _living_handles(self) -> list[weakref.ref[torch.Tensor]]:
-        return [ref for ref in getattr(self, "_mp_handles", ()) if ref() is not None]
-
-    def is_exposed(self) -> bool:
-        """Whether `.data` gave a tensor that still exists, which may be written to at any time."""
-        return "_mp_handles" in self.__dict__ and bool(self._living_handles())
+            self._mp_accesses = _accesses(self) + 1
+        return super().detach()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         plain = nn.Parameter(_DATA.__get__(self), self.requires_grad)
@@ -148,9 +135,9 @@ class WorkingCopy:
 
     def _is_open(self, master: torch.Tensor) -> bool:
         """Whether something that exists now may write to the master like that."""
-        if not isinstance(master, MasterWeight) or MasterWeight.is_exposed(master):
-            return True
-        return self._shared or holders_beside(master) > self.lent
+        notes = isinstance(master, MasterWeight)
+        # What `.data` or `detach()` gave, and what was made of it, holds the memory, too.
+        return not notes or self._shared or holders_beside(master) > self.lent
 
     def _holds(self, master: torch.Tensor) -> bool:
         """Whether the copy holds the master's current values; waits for the device."""
