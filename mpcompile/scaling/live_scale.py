@@ -23,10 +23,10 @@ _EVERY = 8  # generated steps between two reads of what a GPU has skipped
 
 
 class Stepped(NamedTuple):
-    """What has become known of the generated steps since the last time.
+    """What has become known of optimizers' steps since the last time.
 
     Attributes:
-        steps, forwards: how many were taken, and of how many forwards.
+        steps, forwards: how many were concluded, and how many of them were their forward's first.
         skipped: how many of them were skipped.
         before: the scale before them.
         at_floor: whether an overflow has come at the lowest scale.
@@ -187,8 +187,9 @@ class LiveScale:
         first, self._moved_at = self._moved_at != self.forwards, self.forwards
         return first
 
-    def settle(self, overflow: bool) -> bool:
-        """Conclude an optimizer step. Returns whether an overflow came at the lowest scale."""
+    def settle(self, overflow: bool) -> Stepped:
+        """Conclude an optimizer step that was decided about on the host."""
+        forwards, self._stepped_at = int(self._stepped_at != self.forwards), self.forwards
         first, before = self._is_first_step(), self.state
         counted = before
         if overflow and self._early:
@@ -196,7 +197,7 @@ class LiveScale:
             counted = dataclasses.replace(before, hit=True)
         after = settled(self.rule, counted, overflow, first)
         self._take(after, before)
-        return after.floor
+        return Stepped(1, forwards, int(overflow), before.scale, after.floor)
 
     def begin_step(self) -> bool:
         """Prepare for a generated step that will move the scale. Returns whether it is the first

@@ -25,7 +25,7 @@ import torch
 from ..ir.scale import INIT_SCALE, Ruled, ScaleRule, ScaleState, rule_of
 from ..torch_inside.distributed import active_ddp
 from ..torch_inside.names import running_backward
-from .live_scale import LiveScale
+from .live_scale import LiveScale, Stepped
 from .messages import Messages
 from .overflows import Overflows
 from .scale_search import Search
@@ -299,26 +299,20 @@ class LossScale(Ruled, metaclass=_Shown):
         in an optimizer's step, after a good step of another optimizer, still lowers it.
         """
         self._step_looks()
-        if overflow:
-            self.in_a_row.skipping()
-        self._saw_step(overflow)
-        at_floor = self.live.settle(overflow)
-        self.in_a_row.settled(overflow=overflow)
-        if at_floor:
-            self.said.at_floor(self.min_scale)
-
-    def _saw_step(self, skipped: bool) -> None:
-        if skipped and not self.overflows.began:  # an MPOptimizer's own scale, as one in BF16
-            self.said.not_finite(
-                "no graph has a scale, so look at the data, the targets and the loss; steps with "
-                "such gradients are skipped"
-            )
-        self.said.step(skipped)
+        self._saw(self.live.settle(overflow))
 
     def stepped(self) -> None:
         """A generated step has run; whether it was skipped is learnt when that has arrived."""
-        if (known := self.live.stepped()) is not None:
-            self._saw_step(known.skipped > 0)
+        self._saw(self.live.stepped())
+
+    def _saw(self, known: Stepped | None) -> None:
+        if known is not None:
+            if known.skipped and not self.overflows.began:  # an MPOptimizer's own, as one in BF16
+                self.said.not_finite(
+                    "no graph has a scale, so look at the data, the targets and the loss; steps "
+                    "with such gradients are skipped"
+                )
+            self.said.step(known.skipped > 0)
         self.in_a_row.stepped(known)
         if known is not None and known.at_floor:
             self.said.at_floor(self.min_scale)

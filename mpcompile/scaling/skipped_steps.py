@@ -35,35 +35,19 @@ class SkippedInARow:
         self.skipped, self.before = 0, live.scale
         self.calls: deque[Any] = deque(maxlen=MOST_CALLS)
         self.repair: Callable[[], bool] | None = None
-        self._forward = -1  # the forward whose step was counted last
-
-    def skipping(self) -> None:
-        """A step is about to be skipped, and to lower the scale."""
-        if not self.skipped:
-            self.before = self._live.scale
-
-    def settled(self, *, overflow: bool) -> None:
-        """An optimizer's step was taken, or skipped for an overflow. Several steps of one forward
-        count once.
-        """
-        counted, self._forward = self._forward == self._live.forwards, self._live.forwards
-        if overflow and not (counted and self.skipped):
-            self.skipped += 1
-        elif not overflow and not counted:
-            self.skipped = 0
-        self._after_step()
 
     def stepped(self, known: Stepped | None) -> None:
-        """A generated step has run.
+        """An optimizer's step was taken, or skipped for an overflow. Several steps of one forward
+        count once.
 
         Args:
             known: what has become known of such steps.
         """
-        if known is not None and known.skipped < known.steps:
+        if known is not None and known.forwards and known.skipped < known.steps:
             self.skipped = 0
-        elif known is not None:
+        elif known is not None and known.skipped:
             self.before = self.before if self.skipped else known.before
-            self.skipped += known.forwards
+            self.skipped += known.forwards or not self.skipped
         self._after_step()
 
     def _after_step(self) -> None:

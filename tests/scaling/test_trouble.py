@@ -1,7 +1,5 @@
 """When it is said that steps were skipped in a row, and that noting a step changes nothing."""
 
-import dataclasses
-
 import pytest
 import torch
 from faulty_models import Activation, Steep, Training, compiled, net
@@ -35,12 +33,7 @@ class Steps:
 
     def step(self, *, overflow: bool) -> None:
         self.taken += 1
-        if overflow:
-            self.trouble.skipping()
-            state = self.live.state
-            skipped = state.skipped_steps + 1
-            self.live.set(dataclasses.replace(state, scale=state.scale / 2, skipped_steps=skipped))
-        self.trouble.settled(overflow=overflow)
+        self.trouble.stepped(self.live.settle(overflow))
 
     def run(self, overflows: str, *, optimizers: int = 1) -> None:
         """One forward, and a step of each optimizer, for each letter: "x" overflows."""
