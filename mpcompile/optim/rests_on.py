@@ -199,7 +199,7 @@ class OfStep(Fingerprint):
     """What the graph of a step was made from.
 
     Args:
-        traced: it, before any pass; None: a kernel of torch's reads the settings again.
+        traces: its own, before any pass; none: a kernel of torch's reads the settings again.
         more: about the settings that the graph takes as inputs; others are its `constants`.
     """
 
@@ -207,11 +207,11 @@ class OfStep(Fingerprint):
         self,
         optimizer: Optimizer,
         members: Sequence[Member],
-        traced: Trace | None = None,
+        traces: Sequence[Trace] = (),
         *more: Fact,
     ) -> None:
-        reads = traced.reads if traced is not None else {}
-        own = {(0, k): v for k, v in traced.attributes.items()} if traced is not None else {}
+        reads = {key: value for one in traces for key, value in one.reads.items()}
+        own = {(0, k): v for one in traces for k, v in one.attributes.items()}
         self.constants = Values("", lambda o: o.param_groups, reads)
         marked = [m.param for m in members if own_values(m.param)]  # by users
         super().__init__(

@@ -26,7 +26,7 @@ import functools
 import inspect
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import sympy
@@ -58,7 +58,6 @@ class Trace:
         attributes: the optimizer's own attributes that are plain values: the step may read them.
         guards: what the step assumed about settings that are inputs, as conditions on `symbols`.
         symbols: the slot of each setting that is an input -> its symbol.
-        also: others, over other parameters: `reads` and `attributes` are theirs, too.
     """
 
     graph: fx.GraphModule
@@ -66,22 +65,11 @@ class Trace:
     attributes: dict[str, Any]
     guards: tuple[sympy.Expr, ...]
     symbols: dict[Slot, sympy.Symbol]
-    also: tuple[Trace, ...] = ()
 
     def holds_for(self, values: Mapping[Slot, float]) -> bool:
         """Whether the graph is right for these values of the settings that are inputs."""
         known = {symbol: values[slot] for slot, symbol in self.symbols.items()}
-        own = all(bool(guard.subs(known)) for guard in self.guards)
-        return own and all(other.holds_for(values) for other in self.also)
-
-    def beside(self, other: Trace) -> Trace:
-        """This one, with what both rest on."""
-        return replace(
-            self,
-            reads={**other.reads, **self.reads},
-            attributes={**other.attributes, **self.attributes},
-            also=(other,),
-        )
+        return all(bool(guard.subs(known)) for guard in self.guards)
 
 
 def trace(

@@ -65,12 +65,12 @@ class TracedStep:
             self.rests_on = OfStep(optimizer, ())  # the class reads all again
         elif updates is None:
             served = Fact("settings that torch's kernel lacks", settings_of, optimizer)
-            self.rests_on = OfStep(optimizer, key.members, None, served)
+            self.rests_on = OfStep(optimizer, key.members, (), served)
         else:
             self.updates = updates.of(optimizer, key) or ()
-            settings = HeldSettings(optimizer, key.members, updates.traced, updates.varying)
+            settings = HeldSettings(optimizer, key.members, updates.traces, updates.varying)
             facts, self._settings = settings.facts(optimizer), settings
-            self.rests_on = OfStep(optimizer, key.members, updates.traced, *facts)
+            self.rests_on = OfStep(optimizer, key.members, updates.traces, *facts)
         factor = torch.ones((), dtype=config.norm_dtype, device=self.device)
         self.held = {
             **(self._settings.tensors if self._settings is not None else {}),
@@ -163,12 +163,12 @@ class HeldSettings:
         self,
         optimizer: Optimizer,
         members: Sequence[Member],
-        traced: Trace,
+        traces: Sequence[Trace],
         varying: frozenset[Setting],
     ) -> None:
         groups, device = optimizer.param_groups, members[0].param.device
         taking_part = {m.group for m in members if m.updated}
-        self._traced, self._varying = traced, varying
+        self._traces, self._varying = traces, varying
         self._lrs = {g: Slot("lr", g) for g in taking_part if has_lr(groups[g])}
         self._floats = setting_floats(groups, varying)
         self._stored: dict[Slot, float] = {}  # the numbers in the tensors
@@ -199,5 +199,5 @@ class HeldSettings:
         """Whether the graph is right for the current floats."""
         now = setting_floats(optimizer.param_groups, self._varying)
         return now.keys() == self._floats.keys() and (
-            now == self._floats or self._traced.holds_for(now)
+            now == self._floats or all(one.holds_for(now) for one in self._traces)
         )

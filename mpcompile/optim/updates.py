@@ -73,7 +73,7 @@ class Updates:
         before: serves for others: these serve for those, too.
 
     Attributes:
-        traced: the step as its class does it.
+        traces: the step as its class does it; those of `before` first.
         varying: see above.
         rests_on: the settings and attributes of the optimizer that must not change.
         rounds: whether the optimizer computes in a low dtype by itself, as Muon does.
@@ -102,20 +102,20 @@ class Updates:
         start = time.perf_counter()
         if key.connected is not None:
             check_state(key.members, optimizer)
-        self.traced = self._trace_over(optimizer, range(len(key.members)))
+        traced = self._trace_over(optimizer, range(len(key.members)))
+        gm = traced.graph
         if key.connected is not None:
-            refuse_mixing(self.traced.graph.graph, key.members)
-        values = map(ir.tensor, self.traced.graph.graph.nodes)
+            refuse_mixing(gm.graph, key.members)
+        values = map(ir.tensor, gm.graph.nodes)
         self.rounds = any(value.dtype in HALF for value in values if value is not None)
         spent = time.perf_counter() - start
-        self._together = self._rewritten(self.traced.graph, config, spent) if together else None
+        self._together = self._rewritten(gm, config, spent) if together else None
+        self.traces: Sequence[Trace] = [*before.traces, traced] if before else [traced]
         self._of: dict[object, fx.GraphModule] = dict(before._of) if before else {}
         self._known: dict[object, int] = dict(before._known) if before else {}
-        if before is not None:
-            self.traced = self.traced.beside(before.traced)
-        self.rests_on = OfStep(optimizer, (), self.traced)
+        self.rests_on = OfStep(optimizer, (), self.traces)
         if not together:
-            self._apart(optimizer, config, spent)
+            self._apart(gm, optimizer, config, spent)
 
     def _trace_over(self, optimizer: Optimizer, indices: Sequence[int]) -> Trace:
         return trace(
@@ -126,8 +126,10 @@ class Updates:
             strides=[self._key.strides[i] for i in indices],
         )
 
-    def _apart(self, optimizer: Optimizer, config: StepConfig, spent: float) -> None:
-        gm, members = self.traced.graph, self._key.members
+    def _apart(
+        self, gm: fx.GraphModule, optimizer: Optimizer, config: StepConfig, spent: float
+    ) -> None:
+        members = self._key.members
         self._kinds = kinds_of(gm.graph, len(members))
         of_kind: dict[object, fx.GraphModule] = {}
         for i, kind in enumerate(self._kinds):
