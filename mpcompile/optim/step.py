@@ -15,6 +15,7 @@ from .. import ir
 from ..devices.registry import capabilities
 from ..ir.step_config import FACTOR, SKIPPED, Slot
 from ..ranks.shards import local
+from ..scaling.copies import MasterWeight
 from ..torch_inside.names import autocast_is_on, autocast_off, copy_all, set_grad_enabled
 from .compiled import Cut, Emit, Program, serves_vectors, without_numbers
 from .decide import Decision
@@ -43,8 +44,7 @@ class CompiledStep:
         self._decision = Decision(
             traced.config, traced.held, traced.fresh(), emit, dump, shapes=shapes, listed=together
         )
-        with traced.lending(self):
-            self._calls = [c for g in traced.updates for c in _calls_of(g, traced.held, emit)]
+        self._calls = [c for g in traced.updates for c in _calls_of(g, traced.held, emit)]
 
     def run(self, optimizer: Optimizer) -> None:
         """Do the step over the gradients of its parameters."""
@@ -108,19 +108,29 @@ class _Bound:
         self._run = program.run
         self._arguments: list[Any] = []
         self._gradients: list[tuple[int, int, bool]] = []
+        self._masters: list[tuple[int, torch.Tensor, bool]] = []
         for i, (slot, flat) in enumerate(zip(slots, program.flat, strict=False)):
             if slot.kind == "grad":
                 self._gradients.append((i, slot.index, flat))
                 self._arguments.append(None)
                 continue
-            # Of a weight this is no access of the user's, which `p.detach()` would note.
-            tensor = torch.Tensor.detach((numbers if slot in numbers else held)[slot])
+            tensor = (numbers if slot in numbers else held)[slot]
+            if isinstance(tensor, MasterWeight):
+                # Its copy would be cast again in each forward while another tensor, by which it
+                # may be written, holds its memory.
+                self._masters.append((i, tensor, flat))
+                self._arguments.append(None)
+                continue
+            tensor = torch.Tensor.detach(tensor)
             self._arguments.append(_flattened(tensor) if flat else tensor)
 
     def __call__(
         self, gradients: Sequence[torch.Tensor], numbers: Sequence[torch.Tensor] = ()
     ) -> Sequence[Any]:
         arguments = [*self._arguments, *numbers]
+        for i, master, flat in self._masters:
+            # This is no access of the user's, which `master.detach()` would note.
+            arguments[i] = _flattened(master) if flat else torch.Tensor.detach(master)
         for i, index, flat in self._gradients:
             gradient = gradients[index]
             arguments[i] = _flattened(gradient) if flat else gradient
@@ -198,7 +208,7 @@ def _numbers(
     vectors = [i for i, slot in enumerate(places) if i in differ or slot in memory]
     if all(slot in held for i in differ for slot in columns[i]) and serves_vectors(gm, vectors):
         arguments = [
-            [torch.Tensor.detach(held[slot]) for slot in column] if i in differ
+            [held[slot] for slot in column] if i in differ
             else memory[column[0]] if column[0] in memory else held[column[0]]
             for i, column in enumerate(columns)
         ]  # fmt: skip

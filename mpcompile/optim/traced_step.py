@@ -10,9 +10,7 @@ leaves behind is the same in both.
 
 from __future__ import annotations
 
-import contextlib
-import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +19,6 @@ from torch.optim import Optimizer
 from ..ir.step_config import FACTOR, Slot, StepConfig
 from ..ranks.shards import is_sharded, local
 from ..scaling import guard
-from ..scaling.copies import holders_beside
 from .fused import settings_of
 from .masters import entries_of, is_low, updated_by
 from .members import Member, Setting, StepKey, has_lr, setting_floats
@@ -132,17 +129,6 @@ class TracedStep:
                 fresh[Slot("scale", k, "flag")] = known
                 fresh[Slot("scale", k, "first")] = self._firsts[is_first]
         return fresh
-
-    @contextlib.contextmanager
-    def lending(self, to: object) -> Iterator[None]:
-        """In this context, `to` gets tensors over the parameters' memory, which it holds."""
-        pairs = [(p, copy) for p, copy in self._copied if not is_sharded(p)]
-        before = [holders_beside(param) for param, _ in pairs]
-        yield
-        for (param, copy), had in zip(pairs, before, strict=True):
-            if lent := holders_beside(param) - had:
-                copy.lent += lent
-                weakref.finalize(to, copy.give_back, lent).atexit = False
 
     def ran(self) -> None:
         """Tell autograd and the working copies that the step has run."""

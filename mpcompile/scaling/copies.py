@@ -98,7 +98,6 @@ class WorkingCopy:
         tensor: the copy: all of `stored`, or the part of it that has the master's shape.
         is_padded: whether it is only a part.
         awaited: how many forwards have read it whose backward is still to come, as far as known.
-        lent: how many tensors over the master's memory compiled steps hold.
     """
 
     def __init__(
@@ -107,7 +106,7 @@ class WorkingCopy:
         self.stored = memory_for(master, dtype, shape)
         self.tensor = self.real_part(self.stored, master)
         self.is_padded = self.stored.shape != self.tensor.shape
-        self.awaited = self.lent = 0
+        self.awaited = 0
         self._shared = False  # whether another process may write to the master
         self._was_open = False  # whether something could when the copy was written
         self._seen: tuple[int, int, int] | None = None
@@ -136,8 +135,9 @@ class WorkingCopy:
     def _is_open(self, master: torch.Tensor) -> bool:
         """Whether something that exists now may write to the master like that."""
         notes = isinstance(master, MasterWeight)
-        # What `.data` or `detach()` gave, and what was made of it, holds the memory, too.
-        return not notes or self._shared or holders_beside(master) > self.lent
+        # What `.data` or `detach()` gave, and what was made of it, holds the memory, too. `master`
+        # does, and the memory that is asked.
+        return not notes or self._shared or holders(master.untyped_storage()) > 2
 
     def _holds(self, master: torch.Tensor) -> bool:
         """Whether the copy holds the master's current values; waits for the device."""
@@ -163,15 +163,6 @@ class WorkingCopy:
             memory = master.untyped_storage()
             self._shared = capabilities(master.device).is_shared(memory)
         self._seen, self._was_open = seen, self._is_open(master)
-
-    def give_back(self, lent: int) -> None:
-        """Note that so many tensors over the master's memory are no more."""
-        self.lent -= lent
-
-
-def holders_beside(master: torch.Tensor) -> int:
-    """How many other tensors hold the master's memory."""
-    return holders(master.untyped_storage()) - 2  # `master`, and the memory that is asked
 
 
 def _accesses(master: torch.Tensor) -> int:
