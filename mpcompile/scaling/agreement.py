@@ -124,19 +124,12 @@ def beside(optimizer: Optimizer, scale: LossScale) -> tuple[Ranks, list[torch.Te
     """
     if not _ddp:
         return _NOBODY, []
-    groups = optimizer.param_groups
-    when = parameters.changes(), len(_ddp), [len(group["params"]) for group in groups]
-    known = parameters.of_optimizer(optimizer).beside
-    if scale not in known or known[scale][0] != when:
-        held = parameters.parameters_of(optimizer)
-        averaging = [r for r in _ddp.values() if not r.ids.isdisjoint(map(id, held))]
-        averaged = {key for r in averaging for key in r.ids}
-        own = [p for p in held if id(p) not in averaged and scale in parameters.scales_of(p)]
-        own = [p for p in own if not hasattr(p, "device_mesh")]  # shards have ranks of their own
-        ranks = sum((r.ranks for r in averaging), _NOBODY) if own else _NOBODY
-        known[scale] = when, (ranks, own)
-    found: tuple[Ranks, list[torch.Tensor]] = known[scale][1]
-    return found
+    held = parameters.parameters_of(optimizer)
+    averaging = [r for r in _ddp.values() if not r.ids.isdisjoint(map(id, held))]
+    averaged = {key for r in averaging for key in r.ids}
+    own = [p for p in held if id(p) not in averaged and scale in parameters.scales_of(p)]
+    own = [p for p in own if not hasattr(p, "device_mesh")]  # shards have ranks of their own
+    return sum((r.ranks for r in averaging), _NOBODY) if own else _NOBODY, own
 
 
 class Reduction:
@@ -160,7 +153,6 @@ class Reduction:
         self.ids = {id(p) for p in self.parameters()}
         self.expected: weakref.WeakSet[LossScale] = weakref.WeakSet()
         self._running = -1  # the backward that will call `_look`
-        parameters.changed()  # `beside` was derived without it
         copies.read_in_full(self.parameters())
 
     def parameters(self) -> list[torch.nn.Parameter]:

@@ -74,11 +74,6 @@ def changes() -> int:
     return _changes.count
 
 
-def changed() -> None:
-    """Count a change of something that a `ParamState` refers to."""
-    _changes.add()
-
-
 def state_of(parameter: torch.Tensor) -> ParamState:
     mark = mark_on(parameter)
     known: ParamState | None = mark.state if mark is not None else None
@@ -91,7 +86,7 @@ def note(parameter: torch.Tensor, **facts: Any) -> None:
         after = dataclasses.replace(before, **facts)
         if after != before:
             mark_of(parameter).state = after
-            changed()
+            _changes.add()
 
 
 _noting = threading.RLock()
@@ -200,7 +195,6 @@ class OptimizerState:
             (`runtime/stalls.py`); past all counts once something was said.
         watch: what looks whether its gradients stay finite (`runtime/stays_finite.py`).
         hidden: (parameter, gradient) pairs that its step must not see.
-        beside: loss scale -> see `agreement.beside`, and when that was derived.
     """
 
     def __init__(self) -> None:
@@ -209,9 +203,6 @@ class OptimizerState:
         self.looked_for_masters = -1
         self.watch: Any = None
         self.scales: weakref.WeakSet[LossScale] = weakref.WeakSet()
-        self.beside: weakref.WeakKeyDictionary[LossScale, tuple[Any, Any]] = (
-            weakref.WeakKeyDictionary()
-        )
         self.hidden: list[tuple[torch.Tensor, torch.Tensor]] = []
 
 
