@@ -77,11 +77,12 @@ class TracedStep:
         }
         self._firsts = [torch.tensor(flag, device=self.device) for flag in (False, True)]
         self._no_overflows = torch.zeros((), dtype=torch.int64, device=self.device)
-        params = [member.param for member in key.members if member.updated]
-        self._written = [*params, *map(local, filter(is_sharded, params))]
         pairs = zip(key.members, key.copies, strict=True)
         copied = [(m.param, copy) for m, copy in pairs if copy is not None and m.updated]
         self._copied = [] if by_operator else copied  # the class writes no copies
+        params = [member.param for member in key.members if member.updated]
+        copies = [copy.stored for _, copy in self._copied]
+        self._written = [*params, *map(local, filter(is_sharded, params)), *copies]
 
     def _kept(self, optimizer: Optimizer) -> Mapping[Slot, torch.Tensor]:
         """Parameters, their copies and state, and the loss scales."""

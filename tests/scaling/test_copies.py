@@ -209,6 +209,19 @@ def test_a_look_at_data_between_two_forwards_writes_nothing() -> None:
     del optimizer
 
 
+@pytest.mark.slow("trainings that overflow, against FP64")
+def test_autograd_knows_that_a_step_wrote_the_copies() -> None:
+    net = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4))
+    model = mpcompile(net, dtype=torch.bfloat16, level="O2", emit="eager", strict=True)
+    optimizer = MPOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), emit="inductor")
+    x = torch.randn(4, 8)
+    model(x).mean().backward()
+    late = model(x).mean()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        late.backward()
+
+
 def test_a_tied_weight_between_two_forwards() -> None:
     """Compiling takes its .data; it is not stored low, so nothing counts its gradients."""
     model = mpcompile(Tied(), dtype=torch.bfloat16, level="O2", emit="aot_eager", strict=True)
