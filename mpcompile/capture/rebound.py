@@ -9,22 +9,17 @@ that of the input that was written, and a gradient that was set is read back as 
 from __future__ import annotations
 
 import functools
-import operator
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch import fx
 
 from ..errors import CannotRewrite, MPCompileError
-from ..ir.memory import ASSIGNMENTS
+from ..ir import written_by_name
 from ..torch_inside.names import OutputGraph, SideEffects, TensorVariable
 from ..torch_inside.private_names import MissingInTorch
 from ..torch_inside.replace import applied, method, reads_of
 from ..torch_inside.version import is_untested
-
-# `p += x` and its like, where tensors do that in place: `p @= x` makes a new one.
-_IN_PLACE = ASSIGNMENTS - {operator.setitem, operator.imatmul}
 
 
 def gradients_of_rebound() -> AbstractContextManager[None]:
@@ -41,21 +36,11 @@ def written(tensor: Any, output: OutputGraph) -> Any:
     if not isinstance(tensor, TensorVariable) or tensor.source is not None:
         return tensor
     node: Any = tensor.as_proxy().node
-    while _is_in_place(node):
-        node = node.args[0]
+    while made_of := written_by_name(node):
+        node = made_of[0]
     inputs = output.input_source_to_var.values()
     found = (v for v in inputs if isinstance(v, TensorVariable) and v.as_proxy().node is node)
     return next(found, tensor)
-
-
-def _is_in_place(node: fx.Node) -> bool:
-    """Whether a node's result is its first argument."""
-    if not (node.args and isinstance(node.args[0], fx.Node)):
-        return False
-    if node.op == "call_method":
-        name = str(node.target)
-        return name.endswith("_") and not name.endswith("__")
-    return node.op == "call_function" and node.target in _IN_PLACE
 
 
 def check_torch() -> None:

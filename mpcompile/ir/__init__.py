@@ -66,12 +66,14 @@ from .memory import (
     is_dense,
     laid_channels_last,
     lies_as_captured,
+    listed,
     memory,
     same_places,
     shares_memory,
     storage,
     storage_now,
     written,
+    written_by_name,
 )
 from .shapes import hint, known_equal, known_multiple, same_shape
 from .step_config import (

@@ -64,9 +64,14 @@ def written(node: fx.Node) -> list[fx.Node]:
     found: list[fx.Node] = []
     for i, argument in positions(node):
         if i in places:  # a list, where it writes to many: `_foreach_mul_`
-            listed = argument if isinstance(argument, (list, tuple)) else [argument]
-            found += [a for a in listed if isinstance(a, fx.Node)]
+            found += listed(argument)
     return found
+
+
+def listed(argument: object) -> list[fx.Node]:
+    """The nodes in an argument that is one, or a list of some."""
+    several = argument if isinstance(argument, (list, tuple)) else [argument]
+    return [a for a in several if isinstance(a, fx.Node)]
 
 
 # From torch 2.13 on, Dynamo says which operands an autograd.Function marks as dirty.
@@ -81,21 +86,26 @@ def _marks_dirty(node: fx.Node) -> bool:
     if _DIRTY_IS_TOLD or not op_name(node).endswith("autograd_function_apply"):
         return "dirty_idx" in node.kwargs
     forward = attribute(node.graph.owning_module, node.args[0])  # type: ignore[arg-type]
-    return any(is_a_write(n) for n in forward.graph.nodes if n.op.startswith("call"))
+    return any(map(written_by_name, forward.graph.nodes))
 
 
-def is_a_write(node: fx.Node) -> bool:
-    """Whether an untraced call writes: `x.add_(y)`, `x += y`, `x[0] = y`, `out=`, `inplace=`"""
-    name = node.target if isinstance(node.target, str) else op_name(node)
-    named = name.endswith("_") and not name.startswith("__")
-    assigned = name == "__setitem__" or node.target in ASSIGNMENTS
-    return named or assigned or bool(node.kwargs.get("inplace")) or "out" in node.kwargs
+def written_by_name(node: fx.Node) -> list[fx.Node]:
+    """The same in Dynamo's graph, by the name of what the node calls: `x.add_(y)`, `x += y`,
+    `x[0] = y`, `inplace=True`, `out=`. What such a call returns is what it writes.
+    """
+    name = op_name(node)
+    named = name.endswith("_") and not name.endswith("__")
+    assigned = name == "__setitem__" or node.target in _ASSIGNMENTS
+    if named or assigned or node.kwargs.get("inplace"):
+        return listed(node.args[0] if node.args else node.kwargs.get("input"))
+    return listed(node.kwargs.get("out"))
 
 
-ASSIGNMENTS = {
+# What tensors do in place: `x @= y` makes a new one.
+_ASSIGNMENTS = {
     operator.setitem, operator.iadd, operator.isub, operator.imul, operator.itruediv,
-    operator.ifloordiv, operator.imod, operator.ipow, operator.imatmul, operator.iand,
-    operator.ior, operator.ixor, operator.ilshift, operator.irshift,
+    operator.ifloordiv, operator.imod, operator.ipow, operator.iand, operator.ior, operator.ixor,
+    operator.ilshift, operator.irshift,
 }  # fmt: skip
 
 

@@ -19,7 +19,6 @@ from torch import fx
 from .. import ir
 from ..torch_inside.names import is_functorch_wrapped_tensor
 from ..torch_inside.tensors import storage_of
-from .memory import is_a_write
 
 
 def is_update(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> bool:
@@ -40,7 +39,8 @@ def is_update(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> bool:
         if isinstance(value, torch.Tensor) and value.requires_grad and value.is_leaf
         for place in _memory(node)
     }
-    return any(not leaves.isdisjoint(_written_memory(node)) for node in gm.graph.nodes)
+    written = (place for n in operators for w in ir.written_by_name(n) for place in _memory(w))
+    return not leaves.isdisjoint(written)
 
 
 def _is_tracked(value: torch.Tensor) -> bool:
@@ -57,16 +57,6 @@ def _memory(node: fx.Node) -> Iterator[int]:
         # Inside a functorch transform, a tensor of its own has no memory to ask for.
         if tensor.layout is torch.strided and not is_functorch_wrapped_tensor(tensor):
             yield storage_of(tensor)
-
-
-def _written_memory(node: fx.Node) -> set[int]:
-    """The memory that the node writes in place, by the name of what it calls (`mul_`, `isub`)."""
-    if not (node.op in ("call_function", "call_method") and node.args and is_a_write(node)):
-        return set()
-    first = node.args[0]
-    written = list(first) if isinstance(first, (list, tuple)) else [first, node.kwargs.get("out")]
-    nodes = [n for n in written if isinstance(n, fx.Node)]
-    return {place for n in nodes for place in _memory(n)}
 
 
 def nodes_of_updates(graph: fx.Graph) -> set[fx.Node]:

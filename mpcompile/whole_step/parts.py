@@ -45,7 +45,7 @@ class StepPart(ir.Section):
 def backwards_of(graph: fx.Graph) -> list[fx.Node]:
     """The backwards of a graph, in order: not the gradients that a later one's losses depend on."""
     calls = graph.find_nodes(op="call_function", target=BACKWARD)
-    inner = ir.all_before({n for node in calls for n in listed(node.args[0])})
+    inner = ir.all_before({n for node in calls for n in ir.listed(node.args[0])})
     return [node for node in calls if node not in inner]
 
 
@@ -61,7 +61,7 @@ def cut(graph: fx.Graph) -> list[StepPart]:
     if any(n.op == "placeholder" for n in _all_after(graph, inner)):
         raise CannotRewrite("a loss is computed from gradients")
     later = _all_after(graph, backwards)
-    losses = {n for node in backwards for n in listed(node.args[0])}
+    losses = {n for node in backwards for n in ir.listed(node.args[0])}
     if not losses.isdisjoint(later) or any(n.kwargs.get("create_graph") for n in backwards):
         raise CannotRewrite("a loss is computed from gradients")
     before = ir.all_before(losses)
@@ -142,12 +142,6 @@ def _mode_after(nodes: Iterable[fx.Node], grad: bool) -> bool:
     return grad
 
 
-def listed(argument: object) -> list[fx.Node]:
-    """The nodes in an argument that is one, or a list of some."""
-    several = argument if isinstance(argument, (list, tuple)) else [argument]
-    return [n for n in several if isinstance(n, fx.Node)]
-
-
 def _all_after(graph: fx.Graph, nodes: Iterable[fx.Node]) -> set[fx.Node]:
     """All nodes that depend on these, or are written by one that does: `grad.add_(more)`."""
     sources = set(nodes)
@@ -155,18 +149,5 @@ def _all_after(graph: fx.Graph, nodes: Iterable[fx.Node]) -> set[fx.Node]:
     for node in graph.nodes:
         if any(n in sources or n in found for n in node.all_input_nodes):
             found.add(node)
-            found.update(written_by(node))
+            found.update(ir.written_by_name(node))
     return found
-
-
-def written_by(node: fx.Node) -> list[fx.Node]:
-    """The values that a node of Dynamo's graph writes in place."""
-    target = node.target
-    name = target if isinstance(target, str) else getattr(target, "__name__", "")
-    if name in _IN_PLACE or (name.endswith("_") and not name.endswith("__")):
-        return listed(node.args[0])
-    return listed(node.kwargs.get("out"))
-
-
-# of the module `operator`
-_IN_PLACE = ("setitem", "iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "imatmul")

@@ -33,7 +33,7 @@ from ..torch_inside.names import TorchDispatchMode, TracingContext, autocast_off
 from ..torch_inside.tensors import storage_of
 from .forward import ExtraInputs, Forward, TracedForward, rewritten
 from .gradients import go_backward, read_at_all, read_by_steps_alone, straighten
-from .parts import StepPart, cut, last_steps, listed
+from .parts import StepPart, cut, last_steps
 from .tracing import optimizer_of
 from .update import Update, emit_late
 
@@ -169,7 +169,7 @@ class StepProgram:
     def _check_results(self, running: _Running) -> None:
         """Refuse a result that the caller could still go backward from."""
         gone = [b for b in running.backwards if not b.kwargs.get("retain_graph")]
-        used_up = {n for b in gone for n in ir.all_before(listed(b.args[0])) if _is_computed(n)}
+        used_up = {n for b in gone for n in ir.all_before(ir.listed(b.args[0])) if _is_computed(n)}
         for result in self._results():
             value = running.env.get(result)
             needs = isinstance(value, torch.Tensor) and value.requires_grad
