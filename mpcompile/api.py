@@ -7,6 +7,7 @@ import inspect
 import os
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar, overload
 
@@ -14,9 +15,9 @@ import torch
 from torch import fx, nn
 from typing_extensions import Unpack
 
-from .capture.provenance import names_in
+from .capture.provenance import Names, names_in
 from .capture.rebound import check_torch, gradients_of_rebound
-from .compiler.backend import mpcompile_backend
+from .compiler.backend import compile_graph
 from .devices.registry import is_supported
 from .errors import MPCompileError, MPCompileWarning, did_you_mean, kind_of
 from .lower.accumulation import accumulate_in_fp32
@@ -151,14 +152,18 @@ def _compiled(
 ) -> Any:
     accumulate_in_fp32()
     hooks.register()
-    # Each call gets a scale of its own: Dynamo then keeps the compiled code of two models apart.
+    names: Names = dict
     if isinstance(model, nn.Module):
         settings = for_weights(settings, model)
         request = {**request, "dtype": settings.dtype or "auto"}
+        check_module(model, settings)
+        first, *others = ddp.called_modules(model)
+        names = names_in(first)
+    # Each call gets a scale of its own: Dynamo then keeps the compiled code of two models apart.
     scale = settings.loss_scale or LossScale.default()
     record = ModelRecord(scale, {**request, "loss_scale": scale})
-    options = {**record.request, "_listener": record.plans.append}
-    backend = functools.partial(mpcompile_backend, options=options)
+    own = replace(Settings.parse(record.request), names=names)
+    backend = functools.partial(compile_graph, settings=own, plans=record.plans)
     looking_for: Callable[..., ProductsCheck] | None = None
     if settings.level is not Level.O0:
         looking_for = functools.partial(
@@ -169,9 +174,6 @@ def _compiled(
             strict=settings.strict,
         )
     if isinstance(model, nn.Module):
-        check_module(model, settings)
-        first, *others = ddp.called_modules(model)
-        options["_names"] = names_in(first)
         compiled_call = functools.partial(
             ModuleCall,
             backend=backend,
@@ -200,7 +202,7 @@ def _compiled(
     remake = functools.partial(_compiled, model, settings, request, torch_compile_kwargs)
     called = functools.partial(_after_call_of_function, model, settings, record.plans)
     compiled = _compiled_function(
-        model, options, torch_compile_kwargs, record, looking_for, called, remake
+        model, own, torch_compile_kwargs, record, looking_for, called, remake
     )
     records[compiled] = record
     return compiled
@@ -208,7 +210,7 @@ def _compiled(
 
 def _compiled_function(
     function: Callable[..., Any],
-    options: dict[str, Any],
+    settings: Settings,
     compile_kwargs: dict[str, Any],
     record: ModelRecord,
     looking_for: Callable[..., ProductsCheck] | None,
@@ -218,12 +220,12 @@ def _compiled_function(
     """A compiled function: as a whole with its backward and optimizers, where it goes backward."""
     check_torch()
 
-    def in_pieces(one: Callable[..., Any], emit: str | None = None) -> Callable[..., Any]:
-        own = {**options, **({"emit": emit} if emit else {})}
-        backend = functools.partial(mpcompile_backend, options=own)
+    def in_pieces(one: Callable[..., Any], by_operator: bool = False) -> Callable[..., Any]:
+        own = replace(settings, emit="eager", mode=None) if by_operator else settings
+        backend = functools.partial(compile_graph, settings=own, plans=record.plans)
         compiled = compiled_by(backend, one, **compile_kwargs)
         looking = None
-        if looking_for is not None and emit is None:
+        if looking_for is not None and not by_operator:
             looking = looking_for(function, called=called)
         return running(
             compiled, one, gradients_of_rebound, looking=looking, allow_rnn=True, **VALUE_SIZES
@@ -231,7 +233,7 @@ def _compiled_function(
 
     if not goes_backward(function):
         return in_pieces(function)
-    return TrainStep(function, in_pieces, options, compile_kwargs, record.plans, called, remake)
+    return TrainStep(function, in_pieces, settings, compile_kwargs, record.plans, called, remake)
 
 
 def _check_torch_compile(kwargs: Mapping[str, Any]) -> None:

@@ -283,10 +283,7 @@ class Settings:
                 contradict each other; a torch outside the supported range, or one that
                 lacks what mpcompile needs.
         """
-        check_torch_version(torch.__version__)
-        warn_if_untested(torch.__version__)
-        refuse(Part.COMPILE, "mpcompile", _OTHER_TORCH)
-        check_ranks()
+        check_here()
         for key in request:
             if key not in OPTIONS:
                 raise unknown_option(key, OPTIONS)
@@ -318,6 +315,18 @@ class Settings:
                 )
         if self.mode is not None or self.options:
             check_inductor(self.mode, self.options)
+
+
+def check_here() -> None:
+    """Refuse to compile in this process, as it is now.
+
+    Raises:
+        MPCompileError: torch is outside the supported range, or lacks what mpcompile needs.
+    """
+    check_torch_version(torch.__version__)
+    warn_if_untested(torch.__version__)
+    refuse(Part.COMPILE, "mpcompile", _OTHER_TORCH)
+    check_ranks()
 
 
 # Every option by its name, in the order of `mpcompile()`'s signature.

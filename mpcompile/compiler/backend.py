@@ -15,7 +15,6 @@ from typing import Any
 from torch import fx, nn
 
 from ..capture.breaks import why_it_ends
-from ..capture.provenance import Names
 from ..errors import CannotRewrite, MPCompileError, MPCompileWarning, in_one_line
 from ..ir.dtypes import half_of
 from ..ir.parameter_updates import is_update
@@ -27,15 +26,12 @@ from ..rules.policy import Level
 from ..runtime import given_up, stalls, uncalled
 from ..runtime.outside_products import counted
 from ..scaling import hooks, parameters
-from ..settings import Settings
+from ..settings import Settings, check_here
 from ..torch_inside.dynamo import traced_code
 from ..torch_inside.names import RestartAnalysis
 from .graph_function import function_of, function_of_left
 from .plan_graph import Facts, Planned, plan_graph
 from .training import training_of
-
-# Called with the plan of each graph; the plan may say that the graph was left in FP32.
-Listener = Callable[[GraphPlan], None]
 
 
 def mpcompile_backend(
@@ -50,17 +46,25 @@ def mpcompile_backend(
     `options` takes the keywords of `mpcompile()`; its entry `"options"` goes to Inductor. A
     `"policy"` that is a path is read for every graph: `Policy.load` reads a file once.
     """
-    hooks.register()
     request = dict(options or {})
-    listener: Listener | None = request.pop("_listener", None)
-    names: Names = request.pop("_names", dict)
     settings = Settings.parse({**request, **({"mode": mode} if mode else {})})
-    if settings.regional and listener is None:
+    if settings.regional:
         raise MPCompileError(
             "regional=True is for mpcompile(model); torch.compile by this backend shares what it "
             'compiles of a class: call block.compile(backend="mpcompile") for each block'
         )
-    settings = replace(settings, names=names)
+    plans: list[GraphPlan] = []
+    run = compile_graph(gm, example_inputs, settings=settings, plans=plans)
+    hooks.look_before_steps(given_up.look)
+    return _noting(run, example_inputs, request, plans[0])
+
+
+def compile_graph(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], *, settings: Settings, plans: list[GraphPlan]
+) -> Callable[..., Any]:
+    """Compile one graph. Its plan, which may say that it was left in FP32, goes to `plans`."""
+    check_here()
+    hooks.register()
     uncalled.reached(example_inputs)
     if settings.level is not Level.O0:
         stalls.reached(example_inputs)
@@ -68,13 +72,8 @@ def mpcompile_backend(
     start = time.perf_counter()
     compiled, plan = _compile_or_fall_back(gm, example_inputs, settings)
     log_graph(plan, time.perf_counter() - start)
-    plan = replace(plan, ends_with=why_it_ends(gm))
-    run = counted(compiled, plan.tensor_cores.flops)
-    if listener is None:
-        hooks.look_before_steps(given_up.look)
-        return _noting(run, example_inputs, request, plan)
-    listener(plan)
-    return run
+    plans.append(replace(plan, ends_with=why_it_ends(gm)))
+    return counted(compiled, plan.tensor_cores.flops)
 
 
 def _noting(

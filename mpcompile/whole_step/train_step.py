@@ -18,9 +18,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ..capture.breaks import users_frame
 from ..capture.rebound import gradients_of_rebound
 from ..errors import CannotRewrite, MPCompileError, MPCompileWarning, in_one_line
 from ..lower.tracing_settings import wait_for_others, were_set
@@ -29,13 +29,12 @@ from ..optim.shadow import StateAppeared
 from ..plans.graph_plan import GraphPlan
 from ..runtime.module_call import running
 from ..runtime.owned_backend import compiled_by, with_own_code
+from ..settings import Settings
 from ..torch_inside.names import BackendCompilerFailed, FailOnRecompileLimitHit, reset_code
 from ..torch_inside.private_names import Part, why_off
 from .call import NotThisTime, Outdated
 from .tracing import traceable_optimizers
 from .whole_backend import ON_VALUES, WholeBackend
-
-_TORCH = Path(torch.__file__).parent
 
 # A step that is outdated so many times in a row, each after fewer runs than this, runs in pieces.
 _MOST, _OFTEN = 8, 100
@@ -47,8 +46,8 @@ class TrainStep:
     """What `mpcompile(function)` returns for a function that goes backward.
 
     Args:
-        compile_in_pieces: (function, emit) -> the function compiled in pieces.
-        options: of our backend.
+        compile_in_pieces: (function, by_operator) -> the function compiled in pieces.
+        settings: the user's.
         compile_kwargs: others of `torch.compile`.
         plans: takes the plan of each graph.
         called: called after the first call for which the whole is compiled, with the stack level
@@ -59,8 +58,8 @@ class TrainStep:
     def __init__(
         self,
         function: Callable[..., Any],
-        compile_in_pieces: Callable[[Callable[..., Any], str | None], Callable[..., Any]],
-        options: Mapping[str, Any],
+        compile_in_pieces: Callable[[Callable[..., Any], bool], Callable[..., Any]],
+        settings: Settings,
         compile_kwargs: Mapping[str, Any],
         plans: list[GraphPlan],
         called: Callable[[int], None],
@@ -68,15 +67,14 @@ class TrainStep:
     ) -> None:
         functools.update_wrapper(self, function)
         self._name = getattr(function, "__name__", type(function).__name__)
-        self._pieces = compile_in_pieces(function, None)
-        self._once = compile_in_pieces(_with_code_of_its_own(function), "eager")
+        self._pieces = compile_in_pieces(function, False)
+        self._once = compile_in_pieces(_with_code_of_its_own(function), True)
         self._own = _with_code_of_its_own(function)
         self._plans = plans
         self._called: Callable[[int], None] | None = called
         self._ran_once: list[GraphPlan] = []  # plans of pieces that ran only once
-        self._backend = WholeBackend(options)
-        settings = {**compile_kwargs, "fullgraph": True}
-        whole = compiled_by(self._backend, self._own, **settings)
+        self._backend = WholeBackend(settings, plans)
+        whole = compiled_by(self._backend, self._own, **{**compile_kwargs, "fullgraph": True})
         self._whole = running(
             whole, self._own, traceable_optimizers, gradients_of_rebound,
             trace_autograd_ops=True, allow_rnn=True,
@@ -220,9 +218,8 @@ def _place(error: Exception) -> str:
 
     Dynamo's errors carry the frames that it was tracing, the innermost last.
     """
-    frames = getattr(error, "real_stack", None) or ()
-    users = [f for f in frames if not Path(f.filename).is_relative_to(_TORCH)]
-    if not users:
+    frame = users_frame(getattr(error, "real_stack", None) or ())
+    if frame is None:
         return ""
-    at = f"{Path(users[-1].filename).name}:{users[-1].lineno}: {users[-1].line}"
+    at = f"{Path(frame.filename).name}:{frame.lineno}: {frame.line}"
     return f" (at {at}); do that outside of the step"

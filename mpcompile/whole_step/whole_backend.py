@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,14 +16,15 @@ from torch.fx.experimental.symbolic_shapes import (
 )
 
 from .. import ir
-from ..compiler import backend
+from ..compiler.backend import compile_graph
 from ..errors import CannotRewrite
 from ..optim.members import Setting
+from ..plans.graph_plan import GraphPlan
 from ..ranks.shards import is_distributed
 from ..runtime import uncalled
 from ..runtime.graph_call import is_leaf
 from ..scaling import hooks
-from ..settings import Settings
+from ..settings import Settings, check_here
 from ..torch_inside.names import DataDependentOutputException
 from ..torch_inside.tensors import hooks_on
 from . import one_graph
@@ -41,14 +42,18 @@ ON_VALUES = (
 class WholeBackend:
     """The backend of one training step.
 
+    Args:
+        settings: the user's.
+        plans: takes the plan of each forward.
+
     Attributes:
         thread: of each thread, as `began`, whether something compiled has begun to run since that
             was set to False.
         varying: optimizer -> its settings that were seen to change.
     """
 
-    def __init__(self, options: Mapping[str, Any]) -> None:
-        self._options = dict(options)
+    def __init__(self, settings: Settings, plans: list[GraphPlan]) -> None:
+        self._settings, self._plans = settings, plans
         self.thread = threading.local()
         self.varying: weakref.WeakKeyDictionary[Any, frozenset[Setting]] = (
             weakref.WeakKeyDictionary()
@@ -63,22 +68,19 @@ class WholeBackend:
             CannotRewrite, StateAppeared: it can't be one graph.
         """
         _check_graph(gm)
+        settings, plans = self._settings, self._plans
         if not backwards_of(gm.graph):
-            run_alone = backend.mpcompile_backend(gm, example_inputs, options=self._options)
+            run_alone = compile_graph(gm, example_inputs, settings=settings, plans=plans)
 
             def begin_and_run(*args: Any) -> Any:
                 self._begin()
                 return run_alone(*args)
 
             return begin_and_run
-        hooks.register()
+        check_here()
         uncalled.reached(example_inputs)
         for optimizer in stepped_without_gradient(gm.graph):
             hooks.say_no_gradient(optimizer, stacklevel=2)
-        request = dict(self._options)
-        listener = request.pop("_listener", None)
-        names = request.pop("_names", dict)
-        settings = replace(Settings.parse(request), names=names)
         _check(example_inputs, settings)
         try:
             program = StepProgram(gm, example_inputs, settings, self.varying)
@@ -95,9 +97,7 @@ class WholeBackend:
         verify = settings.verifying()
         run = one_graph.compiled(program, traced, stays, settings, verify)
         call = Call(program, traced, run, trained, self._begin)
-        for forward in program.forwards:
-            if listener is not None:
-                listener(replace(forward.plan, verification=verify))
+        plans += [replace(forward.plan, verification=verify) for forward in program.forwards]
         return call
 
     def _begin(self) -> None:

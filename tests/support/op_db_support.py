@@ -20,6 +20,7 @@ step is run again, until the gradients are finite wherever eager FP32's are.
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import random
 import warnings
@@ -34,9 +35,10 @@ from torch.nn import functional as F
 from torch.testing._internal import common_methods_invocations as invocations
 from torch.utils import _pytree as pytree
 
-from mpcompile.compiler.backend import mpcompile_backend
+from mpcompile.compiler.backend import compile_graph
 from mpcompile.errors import MPCompileWarning
 from mpcompile.scaling.loss_scale import LossScale
+from mpcompile.settings import Settings
 
 BATCH = 16
 WIDER = {torch.float32: torch.float64, torch.complex64: torch.complex128}
@@ -344,12 +346,10 @@ def _attempt(case: Case, batch: list[Sample], *, fullgraph: bool) -> list[Verdic
         "emit": "eager",
         "strict": True,
         "loss_scale": scale,
-        "_listener": plans.append,
     }
+    backend = functools.partial(compile_graph, settings=Settings.parse(options), plans=plans)
     torch._dynamo.reset()
-    compiled = torch.compile(
-        program_of(case), backend=mpcompile_backend, options=options, fullgraph=fullgraph
-    )
+    compiled = torch.compile(program_of(case), backend=backend, fullgraph=fullgraph)
     twin = Twin(quantised=case.setting != "alone")
     while True:
         ours = run(compiled, [twin(s) for s in batch])

@@ -276,6 +276,17 @@ def test_gradients_are_true_in_a_step_that_runs_in_pieces(clips: bool, prints: b
     assert (ours.left is not None) is prints
 
 
+def test_a_step_that_runs_in_pieces_once_has_no_mode() -> None:
+    """It runs operator by operator, and a mode is Inductor's."""
+    model = net()
+    optimizer = Lion(model.parameters(), lr=1e-3)
+    step = Run.usual(lambda x, y, factor: F.cross_entropy(model(x), y) * factor, optimizer)
+    ours: Any = mpcompile(step, mode="reduce-overhead")
+    ours(*batches(1)[0])
+    assert ours.left is None
+    assert optimizer.state.keys() == {*model.parameters()}
+
+
 # -- gradients of gradients ------------------------------------------------------------------------
 
 
