@@ -138,7 +138,7 @@ def _loss_scale(name: str, value: Any) -> LossScale | None:
 def _verify(name: str, value: Any) -> Verify:
     if value not in (True, False, "always") or not isinstance(value, (bool, str)):
         raise MPCompileError(f"{name}={value!r}: use True, False or 'always'")
-    return Verify(first=bool(value), always=value == "always")
+    return Verify(value)
 
 
 def _directory(name: str, value: Any) -> Path | None:

@@ -77,16 +77,13 @@ def _shapes_of_copies(planned: Planned) -> list[tuple[int, ...]]:
     return [tuple(ir.value(inputs[k]).shape) for k in planned.inputs.copies]
 
 
-def training_of(
-    gm: fx.GraphModule, examples: Sequence[Any], settings: Settings, *, keeps: bool = True
-) -> Training:
+def training_of(gm: fx.GraphModule, examples: Sequence[Any], settings: Settings) -> Training:
     """What a training knows of a graph before it is planned.
 
     Args:
         gm: Dynamo's graph.
         examples: the caller's inputs.
         settings: the user's.
-        keeps: whether it may read kept copies.
 
     Raises:
         CannotRewrite: see `device_of` and `around_now`.
@@ -98,7 +95,7 @@ def training_of(
         refuse_fp16("a module", f"a parameter of shape {tuple(trained.shape)}")
     scale = scale_for(examples, target.low, settings)
     owned = _owned_in(examples) if settings.level is Level.O2 else {}
-    kept = [i for i, x in enumerate(examples) if keeps and kept_copies.is_kept(x)]
+    kept = [i for i, x in enumerate(examples) if kept_copies.is_kept(x)]
     shapes = {i: copies.stored_shape(examples[i], target.low) for i in owned}
     shapes |= {i: kept_copies.stored_shape(examples[i], target.low) for i in kept}
     facts = Facts(

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 import torch
 
 from ..errors import MPCompileError
+from ..torch_inside.names import FakeTensor, is_functorch_wrapped_tensor
 from .capabilities import Capabilities
 from .cpu import CPU
 from .cuda import cuda_or_rocm
@@ -49,6 +50,13 @@ def default_device() -> torch.device:
     return torch.device(found.device.type, 0) if found.count() else found.device
 
 
+def is_real(value: torch.Tensor) -> bool:
+    """Whether a tensor has data: not in a transform, a trace, or a recorded CUDA graph."""
+    if isinstance(value, FakeTensor) or value.is_meta or is_functorch_wrapped_tensor(value):
+        return False
+    return not capabilities(value.device).is_recording()
+
+
 # -- random states ---------------------------------------------------------------------------------
 
 
@@ -66,6 +74,13 @@ class RandomState:
         """Restore all of these states."""
         for one, state in self._states:
             one.set_random_state(state)
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """A context that begins with these states; afterwards they are what they were before it."""
+        with unchanged(one.device for one, _ in self._states):
+            self.restore()
+            yield
 
 
 @contextmanager

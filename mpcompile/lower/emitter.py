@@ -175,7 +175,7 @@ def _inductor(
     joint = replace(joint, halves=halves)
     whole = inductor_for(mode, with_joint_passes(options, joint))
     if inner is None:
-        asked = verify or Verify(first=False)
+        asked = verify or Verify(when=False)
         return lambda gm, inputs: compile_verified(gm, inputs, whole.config, asked)
     compiler = functools.partial(compile_fx, inner_compile=inner, config_patches=whole.config)
     # The backward is handed to `inner` now, not when someone calls `backward()`.

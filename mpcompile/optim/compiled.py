@@ -277,7 +277,7 @@ def _by_inductor(gm: fx.GraphModule, emit: Emit, sizes: _Sizes) -> Function:
         static=[node for node, given in own if _is_held(given)],
         shares_memory=False,
         patches=inductor_for(emit.mode, options).config,
-        verify=Verify(first=bool(emit.verify), always=emit.verify == "always"),
+        verify=Verify(emit.verify),
     )
     if not firsts:
         return run

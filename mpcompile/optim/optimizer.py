@@ -103,7 +103,7 @@ class MPOptimizer(Optimizer):
         self._inner = optimizer
         self._max_grad_norm = max_grad_norm
         verifying = OPTIONS["verify"].parse("verify", verify)
-        self._emit = Emit(emit, mode, tuple(sorted((options or {}).items())), verifying.asked)
+        self._emit = Emit(emit, mode, tuple(sorted((options or {}).items())), verifying.when)
         self._dump = OPTIONS["dump"].parse("dump", dump) if dump is not None else None
         self._given_scale = loss_scale
         self._saved_scales = SavedScales()  # those loaded before their models' first run

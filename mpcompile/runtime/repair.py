@@ -19,7 +19,7 @@ import torch
 from torch import fx
 
 from .. import ir, logs
-from ..devices.registry import RandomState, unchanged
+from ..devices.registry import RandomState
 from ..ir.fakes import duplicate
 from ..ir.text import places
 from ..observe.fault import Fault, FaultKind, GraphRuns
@@ -118,8 +118,7 @@ class NotedCall:
         self.graph = graph
         values, self._scale, _ = graph.planned.inputs.scaling_apart(given)
         self._inputs = [duplicate(x) if i in graph.written else x for i, x in enumerate(values)]
-        self._devices = {x.device for x in values if isinstance(x, torch.Tensor)}
-        self._random = RandomState(self._devices)
+        self._random = RandomState(x.device for x in values if isinstance(x, torch.Tensor))
         self._received: dict[int, torch.Tensor] = {}  # by the number of the result
 
     def gave(self, results: Sequence[Any]) -> None:
@@ -170,8 +169,7 @@ class NotedCall:
             given[i] = duplicate(given[i])
         for found in scaling[1:]:
             found.requires_grad_()
-        with unchanged(self._devices), torch.enable_grad():
-            self._random.restore()
+        with self._random.again(), torch.enable_grad():
             results = Observer(gm, record).run(*given, *scaling)
             into = [(results[i], grad) for i, grad in self._received.items()]
             into = [(x, grad.to(x.dtype)) for x, grad in into if x.requires_grad]

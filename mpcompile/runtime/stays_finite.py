@@ -32,13 +32,13 @@ import torch
 from torch.optim import Optimizer
 
 from ..capture.provenance import Names
-from ..devices.registry import capabilities
+from ..devices.registry import is_real
 from ..errors import MPCompileWarning
 from ..ranks import fsdp
 from ..ranks.shards import local
 from ..scaling import hooks, parameters
 from ..scaling.async_read import AsyncRead
-from ..torch_inside.names import FakeTensor, is_functorch_wrapped_tensor
+from ..torch_inside.names import FakeTensor
 from ..torch_inside.tensors import sparse_values
 
 PAUSE = 1000  # times as long as a look took: so long none is taken
@@ -110,7 +110,7 @@ class FiniteCheck:
             bad: says what is wrong, from the numbers that were read.
             is_part: whether others may be bad though these are not.
         """
-        if values and self._later is None and all(map(_is_real, values)):
+        if values and self._later is None and all(map(is_real, values)):
             self._later = self._calls, AsyncRead(*values), bad, is_part
 
     def _hear(self, params: Iterable[torch.Tensor]) -> None:
@@ -145,13 +145,6 @@ class FiniteCheck:
 
 def _is_bad(number: Number) -> bool:
     return number if isinstance(number, bool) else not math.isfinite(number)
-
-
-def _is_real(value: torch.Tensor) -> bool:
-    """Whether a value can be read later: not in a transform, a trace, or a recorded CUDA graph."""
-    if isinstance(value, FakeTensor) or value.is_meta or is_functorch_wrapped_tensor(value):
-        return False
-    return not capabilities(value.device).is_recording()
 
 
 # -- what is compiled ------------------------------------------------------------------------------

@@ -31,7 +31,7 @@ from torch import fx
 from torch.autograd.function import once_differentiable
 
 from .. import ir
-from ..devices.registry import RandomState, unchanged
+from ..devices.registry import RandomState
 from ..errors import MPCompileError
 from ..ir.fakes import duplicate
 from ..ir.inputs import GraphInputs
@@ -105,9 +105,7 @@ class _Trial:
     def __init__(self, graph: _Graph, args: Sequence[Any]) -> None:
         self.graph, self.scale, self.inputs = graph, graph.scale, graph.inputs
         values, self.used, _ = self.inputs.scaling_apart(args)
-        tensors = [x for x in args if isinstance(x, torch.Tensor)]
-        self.devices = {x.device for x in tensors}
-        self.random = RandomState(self.devices)
+        self.random = RandomState(x.device for x in args if isinstance(x, torch.Tensor))
         # As they were before: what may change, buffers, and parameters that the graph writes.
         self.before = {
             i: duplicate(x.detach())
@@ -147,8 +145,7 @@ class _Trial:
             for i, x in enumerate(saved())
         ]
         self.at = at
-        with unchanged(self.devices):
-            self.random.restore()
+        with self.random.again():
             self.forward(given)
 
     def backward(self, grads: Iterable[torch.Tensor | None]) -> list[torch.Tensor | None]:

@@ -8,16 +8,15 @@ same state of it; their order among one another may be another one.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
-from ..devices.registry import RandomState, unchanged
+from ..devices.registry import RandomState
 from ..torch_inside.names import FakeTensorMode, TracingContext, compile_inner, tracing
 
 aten, prims = torch.ops.aten, torch.ops.prims
@@ -36,22 +35,7 @@ def state_of(graph: fx.Graph, inputs: Sequence[Any]) -> RandomState | None:
     """The generators' states, where a graph draws from them."""
     if not any(is_random(node) for node in graph.nodes if node.op == "call_function"):
         return None
-    return RandomState(_devices(inputs))
-
-
-@contextlib.contextmanager
-def drawing_from(state: RandomState | None, inputs: Sequence[Any]) -> Iterator[None]:
-    """In this context, the generators begin at a state; afterwards they are as they were."""
-    if state is None:
-        yield
-        return
-    with unchanged(_devices(inputs)):
-        state.restore()
-        yield
-
-
-def _devices(inputs: Sequence[Any]) -> list[torch.device]:
-    return [x.device for x in inputs if isinstance(x, torch.Tensor)]
+    return RandomState(x.device for x in inputs if isinstance(x, torch.Tensor))
 
 
 def draw(node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

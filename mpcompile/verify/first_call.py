@@ -16,13 +16,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..devices.registry import capabilities
+from ..devices.registry import capabilities, is_real
 from ..errors import MPCompileError, in_one_line
 from ..ir import copied
 from ..ir.dtypes import HALF
 from ..torch_inside.inductor import donated_inputs
 from ..torch_inside.names import (
-    FakeTensor,
     TracingContext,
     aot_settings,
     autocast_off,
@@ -58,7 +57,7 @@ def compile_verified(
     Returns:
         What Inductor returns.
     """
-    if not asked.first:
+    if not asked.when:
         return compile_fx(gm, inputs, config_patches=patches)
     verdicts = Verdicts.of(key_of(gm, inputs, patches), asked)
     asked.found.append(verdicts)
@@ -119,7 +118,8 @@ class FirstCall:
         self._lock = threading.Lock()
 
     def __call__(self, inputs: list[Any]) -> Any:
-        if self._done or not _are_real(inputs) or not self._lock.acquire(blocking=False):
+        real = (is_real(x) for x in inputs if isinstance(x, torch.Tensor))
+        if self._done or not all(real) or not self._lock.acquire(blocking=False):
             return self._run(inputs)
         try:
             self._calls += 1
@@ -218,15 +218,6 @@ def _laying_out(function: Function, like: Sequence[Any]) -> Function:
         return _laid_out(function(inputs), metas)
 
     return run
-
-
-def _are_real(inputs: Sequence[Any]) -> bool:
-    """Whether a call has data, and isn't being recorded."""
-    tensors = [x for x in inputs if isinstance(x, torch.Tensor)]
-    if any(isinstance(x, FakeTensor) or x.is_meta for x in tensors):
-        return False
-    devices = dict.fromkeys(x.device for x in tensors)
-    return not any(capabilities(device).is_recording() for device in devices)
 
 
 def _slow(inputs: Sequence[Any]) -> frozenset[torch.dtype]:

@@ -6,6 +6,7 @@ no error adds up, and what is looked at is what one kernel, or a few, make.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections import Counter
@@ -19,7 +20,7 @@ from torch import fx
 from .. import ir
 from ..devices.registry import RandomState, capabilities
 from . import judge
-from .draws import drawing_from, is_random
+from .draws import is_random
 from .judge import Errors
 from .reference import Pair, Reference, is_product, written_inputs
 
@@ -194,7 +195,7 @@ class Trial:
         **limits: Any,
     ) -> Iterator[tuple[fx.Node, Pair]]:
         if wanted:
-            with drawing_from(self._state, self.inputs):
+            with self._state.again() if self._state is not None else contextlib.nullcontext():
                 yield from reference.run(self.gm, self.inputs, wanted, known, **limits)
 
     def _known(self, results: Sequence[Any]) -> dict[fx.Node, Any]:

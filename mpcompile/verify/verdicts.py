@@ -42,25 +42,23 @@ class Verify:
     """What the user asked for, for one plan's graph.
 
     Attributes:
-        first: verify what is compiled at its first call.
-        always: at every call.
+        when: True, at the first call of what is compiled; "always", at every one; False, at none.
         strict: raise where something was compiled wrongly.
         found: what is found of all that is compiled of the graph, now and later.
     """
 
-    first: bool = True
-    always: bool = False
+    when: bool | str = True
     strict: bool = False
     found: list[Verdicts] = field(default_factory=list)
 
     @property
-    def asked(self) -> bool | str:
-        """The option `verify` as it was given."""
-        return "always" if self.always else self.first
+    def always(self) -> bool:
+        """Whether every call is verified."""
+        return self.when == "always"
 
     def text(self) -> str:
         """What the plan shows: `"verified: 214 values, at most 0.6 of a rounding off"`."""
-        if not self.first:
+        if not self.when:
             return "not verified: verify=False"
         return "; ".join(filter(None, (one.text() for one in self.found)))
 

@@ -131,6 +131,7 @@ def test_the_last_cure_is_the_graph_operator_by_operator(inductor: Inductor) -> 
     inputs = inputs_of()
     owner, found, *_ = first(inputs, run=sums)
     assert found.known["graph"].cure == "uncompiled"
+    assert not Verdicts.of(found.key, Verify()).complete
     results, _ = call(owner, inputs)
     assert torch.equal(results[0], inputs[0] + inputs[1])
 
@@ -163,9 +164,7 @@ def test_a_constant_is_looked_at_again(inductor: Inductor) -> None:
     def scaled(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return ((x + 1) * w,)
 
-    wrong = [False]
-    inductor.right = lambda: not wrong[0]
-    wrong[0] = True
+    inductor.right = lambda: False
     x, w = inputs_of()
     owner, found, _, said = first([x, torch.zeros_like(w)], run=scaled)
     assert not said
@@ -201,7 +200,7 @@ def test_an_error_of_the_verification_is_none_of_the_program(
     assert not said
     assert "not verified, ValueError: an operator has no kernel" in found.text()
     assert not isinstance(owner.current_callable, first_call.FirstCall)
-    owner, _ = compiled(inputs, Verify(always=True))
+    owner, _ = compiled(inputs, Verify("always"))
     with pytest.raises(ValueError, match="no kernel"):
         owner.current_callable(list(inputs))
 
@@ -226,14 +225,15 @@ def test_where_memory_is_short_a_sample_is_compared(
 
 def test_always_is_every_call(inductor: Inductor) -> None:
     x, w = inputs_of()
-    owner, found = compiled([x, w], Verify(always=True))
+    owner, found = compiled([x, w], Verify("always"))
     for _ in range(3):
         call(owner, [x, w])
     assert found.known["graph"].values == 6
     assert isinstance(owner.current_callable, first_call.FirstCall)
 
 
-def test_a_verdict_is_remembered(inductor: Inductor) -> None:
+def test_a_verdict_is_remembered(inductor: Inductor, tmp_path: Path) -> None:
+    """As long as its file can be read."""
     inputs = inputs_of()
     owner, found = compiled(inputs)
     assert not found.complete
@@ -242,18 +242,6 @@ def test_a_verdict_is_remembered(inductor: Inductor) -> None:
     assert again.complete
     assert again.text() == found.text()
     assert not Verdicts.of("1" * 64, Verify()).complete
-
-
-def test_what_was_cured_is_not_complete(inductor: Inductor) -> None:
-    inductor.right = lambda: False
-    inputs = inputs_of()
-    _, found, *_ = first(inputs)
-    assert not Verdicts.of(found.key, Verify()).complete
-
-
-def test_a_file_that_cannot_be_read_is_no_verdict(inductor: Inductor, tmp_path: Path) -> None:
-    inputs = inputs_of()
-    _, found, *_ = first(inputs)
     (file,) = tmp_path.rglob("*.json")
     assert json.loads(file.read_text())["expected"] == ["graph"]
     file.write_text("{")
