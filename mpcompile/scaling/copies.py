@@ -302,7 +302,7 @@ class _ReadCopies(torch.autograd.Function):
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
-        results: list[torch.Tensor | None] = [None] * len(grads)
+        results: dict[int, torch.Tensor] = {}
         wide: dict[int, torch.Tensor] = {}  # those that leave in FP32, as they came
         nodes = [node for node, _ in ctx.next_functions]  # one for each input
         lows = ctx.reader.stored_low(ctx.masters)
@@ -313,15 +313,14 @@ class _ReadCopies(torch.autograd.Function):
                 # In the parameter's layout: autograd then stores this gradient without a copy.
                 format_ = suggest_memory_format(master)
                 grad = copy.real_part(grad, master).contiguous(memory_format=format_)
-            if lows[i] and stores(nodes[i]):
-                results[i] = grad
-            else:
-                wide[i] = grad
+            low = lows[i] and stores(nodes[i])
+            if low and master.grad is not None:  # sums over backwards are FP32
+                low, master.grad = False, master.grad.float()
+            (results if low else wide)[i] = grad
         true = unscaled(list(wide.values()), ctx.scale)
-        for i, grad in zip(wide, true, strict=True):
-            results[i] = grad
+        results.update(zip(wide, true, strict=True))
         if ctx.scale is not None and true:
             ctx.reader.scale.overflows.saw(true)
         if not keeps_graph():
             ctx.scale = None  # as autograd frees what is saved, even if someone keeps a loss
-        return (None, None, *results)
+        return (None, None, *map(results.get, range(len(grads))))

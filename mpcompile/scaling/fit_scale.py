@@ -51,7 +51,8 @@ _NEAR = 0.01  # relative, of norms: rounding makes no more of a factor
 
 _numbers = itertools.count()
 Function = Callable[..., Any]
-Saved = Callable[[], Sequence[Any]]  # the call's inputs; raises if they were written to since
+Saved = Sequence[Any]  # the call's inputs
+Grads = list[torch.Tensor | None]
 
 
 def fitting(compiled: Function, scale: LossScale, inputs: GraphInputs) -> Function:
@@ -142,13 +143,13 @@ class _Trial:
     def again(self, saved: Saved, at: float) -> None:
         given = [
             duplicate(self.before[i]).requires_grad_(is_trained(x)) if i in self.before else x
-            for i, x in enumerate(saved())
+            for i, x in enumerate(saved)
         ]
         self.at = at
         with self.random.again():
             self.forward(given)
 
-    def backward(self, grads: Iterable[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    def backward(self, grads: Iterable[torch.Tensor | None]) -> Grads:
         """The gradients of all inputs but the scale; the last is the count of overflows."""
         pairs = [
             (result, grad)
@@ -172,31 +173,36 @@ class _Trial:
         """Whether none of them overflowed; waits for the device."""
         return not bool(any_nonfinite([whole(g) for g in gradients[:-1] if g is not None]))
 
-    def find(self, saved: Saved, grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """The gradients at the first scale, going down, at which they fit."""
+    def find(self, saved: Saved, grads: Sequence[torch.Tensor | None], *, written: bool) -> Grads:
+        """The gradients at the first scale, going down, at which they fit. If an input was written
+        since the forward, no other scale is tried: this backward may not need that input.
+        """
         if self.results is None:  # not the first backward over this forward
+            if written:
+                raise RuntimeError("an input of a graph was modified by an inplace operation")
             self.again(saved, self.scale.search.top)
         results = [x.detach() for x in self.results if isinstance(x, torch.Tensor)]
         gradients = self.backward(grads)
         fit = self.fits(gradients)
-        if not fit:
+        if written and not fit:
+            self.scale.search.give_up()
+        elif not fit:
             received = [whole(g) for g in grads if g is not None]
-            given = [self.before.get(i, x) for i, x in enumerate(saved())]
+            given = [self.before.get(i, x) for i, x in enumerate(saved)]
             call = Seen.of(self.inputs.names, given, results, received)
             if call.hopeless:
                 self.scale.said.hopeless(self.number, call)
             gradients, fit = self._lower(saved, grads, gradients, once=call.hopeless)
         if fit and any(map(_has_numbers, gradients[:-1])):
-            if not self.graph.compared:
+            if not (self.graph.compared or written):
                 self._compare(saved, grads, gradients)
             self.scale.search.keep(self.at)
         self.used.fill_(self.at)
         return gradients
 
     def _lower(
-        self, saved: Saved, grads: Sequence[torch.Tensor | None],
-        gradients: list[torch.Tensor | None], *, once: bool,
-    ) -> tuple[list[torch.Tensor | None], bool]:  # fmt: skip
+        self, saved: Saved, grads: Sequence[torch.Tensor | None], gradients: Grads, *, once: bool
+    ) -> tuple[Grads, bool]:
         """The gradients at lower scales, until they fit, or at the lowest; and whether they do.
 
         Args:
@@ -215,10 +221,7 @@ class _Trial:
         return gradients, False
 
     def _compare(
-        self,
-        saved: Saved,
-        grads: Sequence[torch.Tensor | None],
-        gradients: Sequence[torch.Tensor | None],
+        self, saved: Saved, grads: Sequence[torch.Tensor | None], gradients: Grads
     ) -> None:
         """Compare the gradients with those at a lower scale. Raises MPCompileError."""
         at = self.at
@@ -257,16 +260,8 @@ class _Fitted(torch.autograd.Function):
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
-        def saved() -> Sequence[Any]:
-            if [version(x) if is_trained(x) else None for x in ctx.args] != ctx.versions:
-                raise RuntimeError(
-                    "one of the variables needed for gradient computation has been modified by an "
-                    "inplace operation (an input of a compiled graph, since its forward)"
-                )
-            args: Sequence[Any] = ctx.args
-            return args
-
-        gradients = ctx.trial.find(saved, grads)
+        versions = [version(x) if is_trained(x) else None for x in ctx.args]
+        gradients = ctx.trial.find(ctx.args, grads, written=versions != ctx.versions)
         return (None, *gradients[:-1], None, gradients[-1])
 
 

@@ -76,14 +76,14 @@ def look(optimizer: Optimizer, scale: LossScale, *, upstream: bool = False) -> t
     return ranks.all_max(count if new is None else count + new.to(ranks.device))
 
 
-def skip_if_overflowed(optimizer: Optimizer) -> None:
-    """Hide the gradients from the coming step, if any of them must not be used; waits for the
-    device. Call `show_hidden` after the step.
+def skip_if_overflowed(optimizer: Optimizer) -> bool:
+    """Hide the gradients from the coming step, if any of them must not be used; returns whether it
+    has. Waits for the device. Call `show_hidden` after the step.
     """
     held = parameters.parameters_of(optimizer) if is_needed() else ()
     gradients = [(p, p.grad) for p in held if p.grad is not None]
     if not gradients:
-        return
+        return False
     # Each scale is judged by the gradients of its own graphs; any overflow skips the whole step.
     own: dict[LossScale, list[torch.Tensor]] = {}
     others: list[torch.Tensor] = []
@@ -108,7 +108,7 @@ def skip_if_overflowed(optimizer: Optimizer) -> None:
     after = _upstream_of(optimizer, others, own)
     asked = bool(before or after or state.poisoned) and bool(others)
     if not own and not asked:
-        return
+        return False
     found = [overflowed(own[scale], overflows) for scale, overflows in looked.items()]
     if asked or ranks:  # all ranks exchange as many
         found.append(any_nonfinite(others if asked else ()))
@@ -126,6 +126,7 @@ def skip_if_overflowed(optimizer: Optimizer) -> None:
         state.hidden += gradients
         for parameter, _ in gradients:
             parameter.grad = None
+    return skip
 
 
 def show_hidden(optimizer: Optimizer) -> None:

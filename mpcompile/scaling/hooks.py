@@ -7,6 +7,7 @@ skip it. Of a step's arguments they know the closure alone, and hand on all othe
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import warnings
@@ -66,14 +67,25 @@ def _before_step(
     place = _place_of_closure(optimizer, args, kwargs)
     _look_for_gradient(optimizer, has_closure=place is not None)
     if place is None:
-        if not by_itself:
-            guard.skip_if_overflowed(optimizer)
-        return None
+        skips = not by_itself and guard.skip_if_overflowed(optimizer) and not is_zero(optimizer)
+        return ((_without_parameters(optimizer), *args[1:]), kwargs) if skips else None
     # The gradients are made inside the step: check them right after the closure has run. (It may
     # even compile the model, so nothing is known about the parameters before.)
     given: Any = dict(kwargs) if isinstance(place, str) else list(args)
+    own = [x for x in vars(optimizer).values() if isinstance(x, Optimizer)]
+    by_itself |= bool(own) and not is_zero(optimizer)  # as SAM's: those are looked at
     given[place] = _checked_closure(optimizer, given[place], by_itself=by_itself)
     return (args, given) if isinstance(place, str) else (tuple(given), kwargs)
+
+
+def _without_parameters(optimizer: Optimizer) -> Optimizer:
+    """What takes a step in the place of one that skips it. Not each step passes over a parameter
+    without a gradient: one may fail there, or make zeros and decay the weight.
+    """
+    stand_in = object.__new__(type(optimizer))
+    groups = [{**group, "params": []} for group in optimizer.param_groups]
+    vars(stand_in).update(vars(optimizer), param_groups=groups)
+    return stand_in
 
 
 def _place_of_closure(
@@ -89,26 +101,14 @@ def _place_of_closure(
         return None
     bases = (vars(cls).get("step") for cls in type(optimizer).__mro__)
     for step in (_called_step(optimizer), *filter(None, bases)):
-        names, has_more = _positional(step)
-        if _CLOSURE in names:
-            place = names.index(_CLOSURE)
-            return place if place in callables else None
-        if not has_more:
-            return None
+        with contextlib.suppress(TypeError):  # of what is no Python function, which tells nothing
+            known = inspect.getfullargspec(inspect.unwrap(step))
+            if _CLOSURE in known.args:
+                place = known.args.index(_CLOSURE)
+                return place if place in callables else None
+            if not known.varargs:  # which go to the step of a base class, which names them
+                return None
     return None
-
-
-def _positional(step: Callable[..., Any]) -> tuple[list[str], bool]:
-    """The names of a step's positional arguments, and whether it hands on more of them, as one with
-    `*args` does, to the step of a base class, which names them.
-    """
-    try:
-        known = inspect.signature(step).parameters.values()
-    except ValueError:  # it is no Python function, and tells nothing
-        return [], True
-    by_number = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
-    names = [p.name for p in known if p.kind in by_number]
-    return names, any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in known)
 
 
 def _called_step(optimizer: Optimizer) -> Any:

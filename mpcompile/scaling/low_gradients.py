@@ -2,9 +2,9 @@
 
 What reaches a parameter is its gradient: the loss scale is divided out before. It is FP32, but for
 one case: without a loss scale, as in BF16, it stays in the copy's dtype as long as only the
-parameter's MPOptimizer reads it, and half of the gradients' memory is saved. Whatever else a loop
-stores there may be FP32 (`grad_dtype` is None, which takes any): a penalty on the weights, a part
-of the model that runs uncompiled, a gradient that is set by hand. `p.grad.dtype` tells.
+parameter's MPOptimizer reads it, and half of the gradients' memory is saved. A second backward
+makes the sum FP32. So may be whatever else a loop stores there (`grad_dtype` is None): a penalty on
+the weights, a part of the model that runs uncompiled, a gradient set by hand. `p.grad.dtype` tells.
 
 Dynamo breaks the graph at a parameter whose gradient has another dtype: its fake could not be given
 the gradient. Parameters with such gradients are so between two backwards, and anything compiled

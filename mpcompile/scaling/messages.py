@@ -125,7 +125,8 @@ class Seen:
     Attributes:
         inputs: the names of its inputs that hold NaN or infinity.
         parameters: whether all of these are parameters.
-        results, received: whether a result of it, or a gradient that it received, is not finite.
+        results, received: whether a result of it, or a gradient that it received, is not finite. In
+            results minus infinity is, if finite gradients come back: it masks out.
     """
 
     inputs: tuple[str, ...]
@@ -138,17 +139,14 @@ class Seen:
         cls, names: Sequence[str], inputs: Sequence[Any], results: Sequence[Any],
         received: Sequence[torch.Tensor],
     ) -> Seen:  # fmt: skip
-        """Look at the tensors of a call; waits for the device.
-
-        Args:
-            names: of the inputs that the caller passed, which come first.
-        """
+        """Look at a call, whose first inputs have these names; waits for the device."""
+        came, made = bool(any_nonfinite(received)), [x.detach() for x in results if _is_float(x)]
         bad = [(n, x) for n, x in zip(names, inputs, strict=False) if is_bad(x)]
         return cls(
             tuple(name for name, _ in bad),
             all(x.is_leaf and x.requires_grad for _, x in bad),
-            bool(any_nonfinite([x.detach() for x in results if _is_float(x)])),
-            bool(any_nonfinite(received)),
+            any(map(is_bad, made)) or (came and bool(any_nonfinite(made))),
+            came,
         )
 
     @property

@@ -6,9 +6,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from loops import MOSTLY_O1, O1, O2, PLAIN, WAYS, Way, agree, agreeing, finite, same, snapshot
+from loops import MOSTLY_O1, O1, O2, PLAIN, WAYS, Way, agreeing, finite, same, snapshot
 from module_of import module_of
 from torch import nn
+
+HALF = pytest.mark.parametrize("way", [O1, O2], ids=str)
 
 # -- hooks -----------------------------------------------------------------------------------------
 
@@ -24,32 +26,23 @@ def train(way: Way, model: nn.Module, optimizer: Any, planted: int | None = 2) -
         update(F.cross_entropy(model(x[step]), y[step]))
 
 
-def hooked_for_a_while(way: Way, choose: Callable[[Any], nn.Module]) -> None:
-    """A hook on the chosen module, put on after the first step and taken off before the last."""
+@pytest.mark.slow("a loop in each way of training, against FP64")
+@WAYS
+@pytest.mark.parametrize("inside", [True, False])
+@agreeing()
+def test_hooks_put_on_between_steps(inside: bool, way: Way) -> None:
+    """On a module inside, for which torch.compile looks only if it is told to, or on the model."""
     model = way.model(plain_network())
     optimizer = way.optimizer(torch.optim.SGD(model.parameters(), lr=0.2))
     x, y = torch.randn(4, 8, 16), torch.randint(4, (4, 8))
-    handle = None
-    for step, update in way.updates(4, model, optimizer, planted=2):
-        if step == 1:
-            handle = choose(model).register_forward_hook(lambda module, args, out: out * 2)
-        elif step == 3 and handle is not None:
-            handle.remove()
-        update(F.cross_entropy(model(x[step]), y[step]))
-
-
-@pytest.mark.slow("a loop in each way of training, against FP64")
-@WAYS
-def test_hooks_put_on_modules_inside_between_steps(way: Way) -> None:
-    """torch.compile looks for these only if it is told to."""
-    with torch._dynamo.config.patch(skip_nnmodule_hook_guards=False):
-        agree(way, lambda way: hooked_for_a_while(way, lambda model: model[2]))
-
-
-@pytest.mark.slow("a loop in each way of training, against FP64")
-@WAYS
-def test_hooks_put_on_the_model_itself_between_steps(way: Way) -> None:
-    agree(way, lambda way: hooked_for_a_while(way, lambda model: model))
+    with torch._dynamo.config.patch(skip_nnmodule_hook_guards=not inside):
+        for step, update in way.updates(4, model, optimizer, planted=2):
+            if step == 1:
+                on: Any = model[2] if inside else model
+                handle = on.register_forward_hook(lambda module, args, out: out * 2)
+            elif step == 3:
+                handle.remove()
+            update(F.cross_entropy(model(x[step]), y[step]))
 
 
 @agreeing(MOSTLY_O1)
@@ -74,50 +67,33 @@ def test_activations_collected_by_forward_hooks(way: Way) -> None:
         update(loss + 0.1 * features["first"].square().mean() + features["second"].abs().mean())
 
 
-@WAYS
+@agreeing(WAYS)
 def test_gradients_logged_by_hooks_on_the_output(way: Way) -> None:
     """What a hook on the output or the input sees is FP32 and true to size."""
-
-    def loop(way: Way) -> None:
-        model = way.model(plain_network())
-        optimizer = way.optimizer(torch.optim.SGD(model.parameters(), lr=0.5))
-        x, y = torch.randn(4, 8, 16), torch.randint(4, (4, 8))
-        for step, factor in way.steps(4, model, optimizer, planted=2):
-            optimizer.zero_grad()
-            batch = x[step].requires_grad_()
-            batch.register_hook(lambda g: way.log(g.norm()))
-            logits = model(batch)
-            logits.register_hook(lambda g: way.log(g.norm()))
-            (F.cross_entropy(logits, y[step]) * factor).backward()
-            optimizer.step()
-
-    mixed = agree(way, loop)
-    assert {loss.dtype for loss in mixed.losses} == {torch.float32}
+    model = way.model(plain_network())
+    optimizer = way.optimizer(torch.optim.SGD(model.parameters(), lr=0.5))
+    x, y = torch.randn(4, 8, 16), torch.randint(4, (4, 8))
+    for step, factor in way.steps(4, model, optimizer, planted=2):
+        optimizer.zero_grad()
+        batch = x[step].requires_grad_()
+        batch.register_hook(lambda g: way.log(g.norm()))
+        logits = model(batch)
+        logits.register_hook(lambda g: way.log(g.norm()))
+        (F.cross_entropy(logits, y[step]) * factor).backward()
+        optimizer.step()
+    assert {loss.dtype for loss in way.losses} == {torch.float32}
 
 
-def test_gradients_clipped_by_hooks_on_parameters() -> None:
-    """The threshold means a true gradient; an overflow is not hidden by the clamp."""
-
-    def loop(way: Way) -> None:
-        model = way.model(plain_network())
-        for p in model.parameters():
-            p.register_hook(lambda g: g.nan_to_num(0.0, 1.0, -1.0).clamp(-0.01, 0.01))
-        train(way, model, way.optimizer(torch.optim.SGD(model.parameters(), lr=1.0)))
-
-    agree(O1, loop, tolerance=0.05)
-
-
-def test_gradients_clipped_by_hooks_on_o2_parameters() -> None:
-    """There a gradient would be stored times the scale; a hook is handed a true one."""
-
-    def loop(way: Way) -> None:
-        model = way.model(plain_network())
-        optimizer = way.optimizer(torch.optim.SGD(model.parameters(), lr=1.0))
-        for p in model.parameters():
-            p.register_hook(lambda g: g.clamp(-0.01, 0.01))
-        train(way, model, optimizer)
-
-    agree(O2, loop, tolerance=0.05)
+@agreeing(HALF, tolerance=0.05)
+def test_gradients_clipped_by_hooks_on_parameters(way: Way) -> None:
+    """The threshold means a true gradient, also where it would be stored times the scale; and an
+    overflow is not hidden by the clamp.
+    """
+    model = way.model(plain_network())
+    optimizer = way.optimizer(torch.optim.SGD(model.parameters(), lr=1.0))
+    for p in model.parameters():
+        p.register_hook(lambda g: g.nan_to_num(0.0, 1.0, -1.0).clamp(-0.01, 0.01))
+    train(way, model, optimizer)
 
 
 # -- steps in the backward, and by hand ------------------------------------------------------------
@@ -143,16 +119,14 @@ def test_one_optimizer_for_each_parameter_in_the_backward(way: Way) -> None:
     assert all(p.grad is None for p in model.parameters())
 
 
-def test_adam_in_the_backward() -> None:
-    def loop(way: Way) -> None:
-        model = way.model(network())
-        optimizers = stepping_in_the_backward(way, model)
-        for step, factor in way.steps(4, model, *optimizers, planted=2):
-            loss = F.cross_entropy(model(X[step]), Y[step])
-            (loss * factor).backward()
-            way.log(loss)
-
-    agree(O1, loop, tolerance=0.1)
+@agreeing(pytest.mark.parametrize("way", [O1]), tolerance=0.1)
+def test_adam_in_the_backward(way: Way) -> None:
+    model = way.model(network())
+    optimizers = stepping_in_the_backward(way, model)
+    for step, factor in way.steps(4, model, *optimizers, planted=2):
+        loss = F.cross_entropy(model(X[step]), Y[step])
+        (loss * factor).backward()
+        way.log(loss)
 
 
 def adam(parameter: torch.Tensor) -> torch.optim.Optimizer:
@@ -173,7 +147,7 @@ def stepping_in_the_backward(
     return list(optimizers.values())
 
 
-@pytest.mark.parametrize("way", [O1, O2], ids=str)
+@HALF
 def test_an_overflow_that_begins_half_way_down(way: Way) -> None:
     """The layers above were stepped before it, with finite gradients; those below must not be."""
     way = way.again
@@ -209,21 +183,17 @@ def test_an_update_by_hand(how: str, way: Way) -> None:
         loss = F.cross_entropy(model(X[step]), Y[step])
         model.zero_grad()
         loss.backward()
-        if how == "data":
-            for p in model.parameters():
-                p.data.add_(p.grad, alpha=-0.1)
-        elif how == "foreach":
-            with torch.no_grad():
-                torch._foreach_add_(
-                    list(model.parameters()), [p.grad for p in model.parameters()], alpha=-0.1
-                )
-        else:
-            with torch.no_grad():
-                for p in model.parameters():
-                    if how == "in place":
-                        p -= 0.1 * p.grad
-                    else:
-                        p.copy_(p - 0.1 * p.grad)
+        params, grads = list(model.parameters()), [p.grad for p in model.parameters()]
+        with torch.no_grad():
+            if how == "foreach":
+                torch._foreach_add_(params, grads, alpha=-0.1)
+            for p in params if how != "foreach" else ():
+                if how == "data":
+                    p.data.add_(p.grad, alpha=-0.1)
+                elif how == "in place":
+                    p -= 0.1 * p.grad
+                else:
+                    p.copy_(p - 0.1 * p.grad)
         way.log(loss)
 
 
@@ -246,7 +216,8 @@ def test_a_momentum_by_hand_that_looks_before_it_steps(way: Way) -> None:
                 p.sub_(m, alpha=0.1)
 
 
-def by_autograd_grad(way: Way) -> None:
+@agreeing(WAYS)
+def test_gradients_by_autograd_grad_assigned_by_hand(way: Way) -> None:
     model = way.model(network())
     optimizer = way.optimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
     for step, factor in way.steps(4, model, optimizer, planted=2):
@@ -256,12 +227,3 @@ def by_autograd_grad(way: Way) -> None:
             p.grad = g
         optimizer.step()
         way.log(loss)
-
-
-@PLAIN
-def test_gradients_by_autograd_grad_assigned_by_hand(way: Way) -> None:
-    agree(way, by_autograd_grad)
-
-
-def test_gradients_assigned_by_hand_at_o2() -> None:
-    agree(O2, by_autograd_grad)

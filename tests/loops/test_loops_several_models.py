@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from loops import O1, O2, WAYS, Way, agree, agreeing, same, snapshot
+from loops import O1, O2, ONLY_O1, WAYS, Way, agree, agreeing, same, snapshot
 from module_of import module_of
 from torch import nn
 from torch.nn.utils import parametrizations
@@ -24,21 +24,17 @@ def features() -> nn.Module:
 
 
 @pytest.mark.parametrize("planted", [None, 2])
-@pytest.mark.parametrize("level", ["O1", "O2"])
-def test_a_perceptual_loss_after_a_plain_generator(level: str, planted: int | None) -> None:
+@agreeing(pytest.mark.parametrize("way", [Way("O1"), Way("O2")], ids=str), tolerance=0.1)
+def test_a_perceptual_loss_after_a_plain_generator(way: Way, planted: int | None) -> None:
     """Only the frozen critic is compiled: the generator's optimizer holds none of its parameters,
     and the gradients that overflow in the critic end in the generator.
     """
-
-    def loop(way: Way) -> None:
-        generator = way.follow(nn.Conv2d(3, 3, 3, padding=1))
-        critic = way.model(features().requires_grad_(False).eval())
-        optimizer = way.optimizer(torch.optim.Adam(generator.parameters(), lr=1e-2, eps=1e-2))
-        x, y = torch.rand(4, 2, 3, 6, 6), torch.rand(4, 2, 3, 6, 6)
-        for step, update in way.updates(4, generator, optimizer, planted=planted):
-            update(F.mse_loss(critic(generator(x[step])), critic(y[step])))
-
-    agree(Way(level), loop, tolerance=0.1)
+    generator = way.follow(nn.Conv2d(3, 3, 3, padding=1))
+    critic = way.model(features().requires_grad_(False).eval())
+    optimizer = way.optimizer(torch.optim.Adam(generator.parameters(), lr=1e-2, eps=1e-2))
+    x, y = torch.rand(4, 2, 3, 6, 6), torch.rand(4, 2, 3, 6, 6)
+    for step, update in way.updates(4, generator, optimizer, planted=planted):
+        update(F.mse_loss(critic(generator(x[step])), critic(y[step])))
 
 
 @agreeing(WAYS)
@@ -71,18 +67,15 @@ def share(way: Way, **options: Any) -> None:
         update(loss + values.square().mean())
 
 
-def test_two_models_share_a_trunk() -> None:
-    agree(O1, share)
-
-
 def test_two_o2_models_share_a_trunk_under_one_scale() -> None:
     scale = LossScale.dynamic(init_scale=1024.0)
     agree(O2, lambda way: share(way, loss_scale=scale))
     assert scale.skipped_steps == 1
 
 
-def test_two_o2_models_share_a_trunk_under_two_scales() -> None:
-    agree(O2, share)
+@pytest.mark.parametrize("way", [O1, O2], ids=str)
+def test_two_models_share_a_trunk_under_two_scales(way: Way) -> None:
+    agree(way, share)
 
 
 @WAYS
@@ -188,28 +181,25 @@ def test_wgan_with_weight_clipping(way: Way) -> None:
     assert largest == torch.tensor(0.05).item()
 
 
-def test_an_overflow_of_the_generator_alone_costs_its_critic_nothing() -> None:
+@agreeing(ONLY_O1)
+def test_an_overflow_of_the_generator_alone_costs_its_critic_nothing(way: Way) -> None:
     """The critic's gradients of the generator's loss are zeroed before its next step, as always."""
-
-    def loop(way: Way) -> None:
-        netG = way.model(nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 16)))
-        netD = way.model(nn.Sequential(nn.Linear(16, 32), nn.LeakyReLU(0.2), nn.Linear(32, 1)))
-        optG = way.optimizer(torch.optim.SGD(netG.parameters(), lr=0.1))
-        optD = way.optimizer(torch.optim.SGD(netD.parameters(), lr=0.1), hit=False)
-        data = torch.randn(4, 16, 16)
-        for step, factor in way.steps(4, netG, optG, planted=2):
-            fake = netG(torch.randn(16, 8))
-            optD.zero_grad()
-            lossD = F.softplus(netD(fake.detach())).mean() + F.softplus(-netD(data[step])).mean()
-            lossD.backward()
-            optD.step()
-            optG.zero_grad()
-            lossG = F.softplus(-netD(fake)).mean() * factor
-            lossG.backward()
-            optG.step()
-            way.log(lossD)
-
-    agree(O1, loop)
+    netG = way.model(nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 16)))
+    netD = way.model(nn.Sequential(nn.Linear(16, 32), nn.LeakyReLU(0.2), nn.Linear(32, 1)))
+    optG = way.optimizer(torch.optim.SGD(netG.parameters(), lr=0.1))
+    optD = way.optimizer(torch.optim.SGD(netD.parameters(), lr=0.1), hit=False)
+    data = torch.randn(4, 16, 16)
+    for step, factor in way.steps(4, netG, optG, planted=2):
+        fake = netG(torch.randn(16, 8))
+        optD.zero_grad()
+        lossD = F.softplus(netD(fake.detach())).mean() + F.softplus(-netD(data[step])).mean()
+        lossD.backward()
+        optD.step()
+        optG.zero_grad()
+        lossG = F.softplus(-netD(fake)).mean() * factor
+        lossG.backward()
+        optG.step()
+        way.log(lossD)
 
 
 def gradient_penalty(critic: nn.Module, real: torch.Tensor, fake: torch.Tensor) -> torch.Tensor:
@@ -251,46 +241,40 @@ def test_a_gradient_penalty_is_refused_before_anything_changes(
     assert same(before, snapshot([critic, optimizer]))
 
 
-def test_a_gradient_penalty_through_a_plain_critic() -> None:
+@agreeing(ONLY_O1)
+def test_a_gradient_penalty_through_a_plain_critic(way: Way) -> None:
     """The way that works: the critic stays plain, the generator is compiled."""
-
-    def loop(way: Way) -> None:
-        netG = way.model(nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 16)))
-        netD = way.follow(nn.Sequential(nn.Linear(16, 32), nn.SiLU(), nn.Linear(32, 1)))
-        optG = way.optimizer(torch.optim.SGD(netG.parameters(), lr=0.1))
-        optD = torch.optim.SGD(netD.parameters(), lr=0.1)
-        data = torch.randn(4, 16, 16)
-        for step, _ in way.steps(4, netG, netD):
-            fake = netG(torch.randn(16, 8))
-            optD.zero_grad()
-            lossD = netD(fake.detach()).mean() - netD(data[step]).mean()
-            (lossD + 10 * gradient_penalty(netD, data[step], fake.detach())).backward()
-            optD.step()
-            optG.zero_grad()
-            lossG = -netD(fake).mean()
-            lossG.backward()
-            optG.step()
-            way.log(lossG)
-
-    agree(O1, loop)
+    netG = way.model(nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 16)))
+    netD = way.follow(nn.Sequential(nn.Linear(16, 32), nn.SiLU(), nn.Linear(32, 1)))
+    optG = way.optimizer(torch.optim.SGD(netG.parameters(), lr=0.1))
+    optD = torch.optim.SGD(netD.parameters(), lr=0.1)
+    data = torch.randn(4, 16, 16)
+    for step, _ in way.steps(4, netG, netD):
+        fake = netG(torch.randn(16, 8))
+        optD.zero_grad()
+        lossD = netD(fake.detach()).mean() - netD(data[step]).mean()
+        (lossD + 10 * gradient_penalty(netD, data[step], fake.detach())).backward()
+        optD.step()
+        optG.zero_grad()
+        lossG = -netD(fake).mean()
+        lossG.backward()
+        optG.step()
+        way.log(lossG)
 
 
-def test_relativistic_losses_see_both_batches_in_one_backward() -> None:
+@agreeing(ONLY_O1)
+def test_relativistic_losses_see_both_batches_in_one_backward(way: Way) -> None:
     """One call of the discriminator for each, one loss over both: their gradients add up."""
-
-    def loop(way: Way) -> None:
-        netD = way.model(nn.Sequential(nn.Linear(16, 32), nn.LeakyReLU(0.2), nn.Linear(32, 1)))
-        optD = way.optimizer(torch.optim.SGD(netD.parameters(), lr=0.1))
-        data = torch.randn(4, 2, 16, 16)
-        for step, factor in way.steps(4, netD, optD, planted=1):
-            real, fake = netD(data[step, 0] * factor), netD(data[step, 1])
-            loss = F.softplus(fake - real.mean()).mean() + F.softplus(fake.mean() - real).mean()
-            optD.zero_grad()
-            loss.backward()
-            optD.step()
-            way.log(loss)
-
-    agree(O1, loop)
+    netD = way.model(nn.Sequential(nn.Linear(16, 32), nn.LeakyReLU(0.2), nn.Linear(32, 1)))
+    optD = way.optimizer(torch.optim.SGD(netD.parameters(), lr=0.1))
+    data = torch.randn(4, 2, 16, 16)
+    for step, factor in way.steps(4, netD, optD, planted=1):
+        real, fake = netD(data[step, 0] * factor), netD(data[step, 1])
+        loss = F.softplus(fake - real.mean()).mean() + F.softplus(fake.mean() - real).mean()
+        optD.zero_grad()
+        loss.backward()
+        optD.step()
+        way.log(loss)
 
 
 def test_a_copy_of_a_compiled_discriminator_is_plain() -> None:

@@ -12,10 +12,23 @@ from torch import nn
 
 from mpcompile import LossScale, MPCompileError, MPOptimizer, loss_scale_of, mpcompile
 
+
+class Forced(torch.optim.Optimizer):
+    """Makes a gradient of zeros where there is none, as Muon's author does; counts its steps."""
+
+    def step(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["steps"] = group.get("steps", 0) + 1
+            for p in group["params"]:
+                p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+                p.data.mul_(0.99).sub_(p.grad, alpha=0.1)
+
+
 OPTIMIZERS: list[Callable[..., torch.optim.Optimizer]] = [
     lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.1),
     lambda p: torch.optim.AdamW(p, lr=0.1),
     lambda p: torch.optim.Adagrad(p, lr=0.1),
+    lambda p: Forced(p, {}),
 ]
 
 
@@ -189,6 +202,36 @@ def test_an_overflow_after_a_good_step_of_the_same_backward_lowers_the_scale() -
     optimizers[bad].step()
     assert loss_scale_of(model).value == 2.0**9
     assert bad.isfinite().all()
+
+
+class Sharpness(torch.optim.SGD):
+    """As SAM: its step moves the weights, calls the closure there, and brings them back."""
+
+    base: torch.optim.Optimizer
+
+    def step(self, closure: Callable[[], Any]) -> None:  # type: ignore[override]
+        params = self.param_groups[0]["params"]
+        before = [p.detach().clone() for p in params]
+        for p in params:
+            p.data.add_(p.grad, alpha=0.1)
+        closure()
+        for p, old in zip(params, before, strict=True):
+            if p.grad is not None:
+                p.data.copy_(old)
+        self.base.step()
+
+
+def test_an_overflow_in_the_closure_of_an_optimizer_that_steps_another() -> None:
+    model, x = mpcompile(mlp(), **FP16), torch.ones(4, 8)
+    optimizer = Sharpness(model.parameters())
+    optimizer.base = torch.optim.SGD(model.parameters(), lr=0.1)
+    for factor in (1.0, OVERFLOW, 1.0):
+        before = parameters(model)
+        model(x).sum().backward()
+        optimizer.step(lambda factor=factor: (model(x).sum() * factor).backward())
+        optimizer.zero_grad()
+        assert torch.equal(before[0], model[0].weight) is (factor == OVERFLOW)
+    assert loss_scale_of(model).skipped_steps == 1
 
 
 # -- gradients that nobody steps with -------------------------------------------------------------

@@ -111,6 +111,17 @@ def test_a_training_that_fits_at_a_scale_below_one() -> None:
     assert loss_scale_of(model).skipped_steps == 0
 
 
+def test_a_weight_written_before_a_backward_that_does_not_read_it() -> None:
+    model = mlp()
+    nets = mpcompile(copy.deepcopy(model), **FP16), model
+    for net in nets:
+        loss = net(torch.ones(4, 8)).mean() * 0.01
+        with torch.no_grad():
+            net[0].weight.zero_()
+        loss.backward()
+    torch.testing.assert_close(*(net[0].weight.grad for net in nets), rtol=1e-2, atol=1e-7)
+
+
 def test_a_search_that_fails_is_followed_by_another() -> None:
     model = mpcompile(mlp(), **FP16)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

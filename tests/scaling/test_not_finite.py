@@ -15,6 +15,7 @@ from torch import nn
 from mpcompile import MPOptimizer, diagnose, loss_scale_of, mpcompile
 
 NAN = float("nan")
+MASK = torch.zeros(4).index_fill(0, torch.tensor([1]), -torch.inf)
 DATA, TARGETS = "look at the data", "look at the targets"
 
 
@@ -93,10 +94,16 @@ def test_a_mask_of_minus_infinity_is_no_bad_data(caplog: pytest.LogCaptureFixtur
         return (m.layer(x) + mask).softmax(-1)
 
     model = mpcompile(module_of(forward, layer=nn.Linear(8, 4)), **FP16)
-    mask = torch.zeros(4).index_fill(0, torch.tensor([1]), -torch.inf)
-    (model(torch.randn(4, 8), mask).square().sum() * NAN).backward()
+    (model(torch.randn(4, 8), MASK).square().sum() * NAN).backward()
     (record,) = said_in(caplog)
     assert TARGETS in record.getMessage()
+
+
+def test_masked_results_end_no_search(caplog: pytest.LogCaptureFixture) -> None:
+    model = mpcompile(module_of(lambda m, x: m.layer(x) + MASK, layer=nn.Linear(8, 4)), **FP16)
+    (model(torch.ones(64, 8)).softmax(-1).square().sum() * 1e3).backward()
+    assert loss_scale_of(model).search.found
+    assert said_in(caplog) == []
 
 
 def test_the_graph_that_got_the_nan_first_is_named(caplog: pytest.LogCaptureFixture) -> None:

@@ -168,6 +168,7 @@ def _param(way: Way, but: Mapping[str, pytest.MarkDecorator] = MappingProxyType(
 
 
 WAYS = ways()
+ONLY_O1 = pytest.mark.parametrize("way", [O1])
 # For loops whose O2 says little that another's does not.
 MOSTLY_O1 = ways(but={"O2-float16-mp": pytest.mark.sweep("the rest of a matrix")})
 # For optimizers and loops that no MPOptimizer takes.
