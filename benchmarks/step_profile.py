@@ -73,7 +73,7 @@ def profiled(name: str, quick: bool) -> Any:
         for arm in ARMS if number % 2 else reversed(ARMS):
             with profile(activities=[ProfilerActivity.CPU]) as seen:
                 steps[arm]()
-            by_kind = Counter({kind: 0.0 for kind in KINDS})
+            by_kind = Counter(dict.fromkeys(KINDS, 0.0))
             for event in seen.events() or ():
                 if (kind := _kind(event)) is not None:
                     by_kind[kind] += event.self_cpu_time_total / 1e3

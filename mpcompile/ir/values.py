@@ -82,7 +82,7 @@ def grad_enabled(node: fx.Node) -> bool:
 
 def autocast_region(node: fx.Node) -> tuple[bool, torch.dtype | None] | None:
     """(enabled, dtype) of the user's innermost autocast region, or None outside of any."""
-    return node.meta.get("mp_autocast")  # type: ignore[no-any-return]
+    return node.meta.get("mp_autocast")
 
 
 def op_name(node: fx.Node) -> str:

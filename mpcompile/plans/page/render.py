@@ -50,7 +50,7 @@ class Chart:
 
 
 # What a page may lack.
-_NOTHING = {"verdict": (), "tiles": (), "charts": (), "notes": {}, "numbers": None}
+_NOTHING: dict[str, Any] = {"verdict": (), "tiles": (), "charts": (), "notes": {}, "numbers": None}
 
 
 def html(**page: Any) -> str:
