@@ -57,13 +57,13 @@ from mpcompile.rules.policy import Config, Level, Precision
 from mpcompile.torch_inside.graphs import schema
 from mpcompile.torch_inside.names import OpOverload
 
-_SOFTMAXES = (aten.softmax.int, aten._safe_softmax.default)
+_LOW_FORM = "mpcompile::softmax_low"
 
 
 def narrow_softmax(gm: fx.GraphModule, config: Config) -> bool:
     changed = False
     for node in gm.graph.nodes if config.level is Level.O2 else ():
-        if node.target in _SOFTMAXES and _is_rounded(node):
+        if ir.rule(node).low_form == _LOW_FORM and _is_rounded(node):
             _narrow(gm.graph, node)
             changed = True
     return changed
