@@ -119,7 +119,8 @@ def test_a_weight_written_before_a_backward_that_does_not_read_it() -> None:
         with torch.no_grad():
             net[0].weight.zero_()
         loss.backward()
-    torch.testing.assert_close(*(net[0].weight.grad for net in nets), rtol=1e-2, atol=1e-7)
+    found, wanted = (net[0].weight.grad for net in nets)
+    assert 0 < (found - wanted).norm() < 0.01 * wanted.norm()
 
 
 def test_a_search_that_fails_is_followed_by_another() -> None:
