@@ -97,6 +97,7 @@ class WorkingCopy:
         stored: the tensor that graphs read: the copy, followed by zeros if it is stored padded.
         tensor: the copy: all of `stored`, or the part of it that has the master's shape.
         is_padded: whether it is only a part.
+        awaited: how many forwards have read it whose backward is still to come, as far as known.
     """
 
     def __init__(
@@ -105,6 +106,7 @@ class WorkingCopy:
         self.stored = memory_for(master, dtype, shape)
         self.tensor = self.real_part(self.stored, master)
         self.is_padded = self.stored.shape != self.tensor.shape
+        self.awaited = 0
         self._shared = False  # whether another process may write to the master
         self._was_open = False  # whether something could when the copy was written
         self._seen: tuple[int, int, int] | None = None
@@ -117,17 +119,18 @@ class WorkingCopy:
         """Cast the copy again if the master may have changed since it was written."""
         if not self.is_stale(master):
             return  # as mostly: each forward asks this of each parameter
-        # Autograd may have saved the copy in a forward whose backward is to come. It is told of a
-        # change as it was of the master's: not of one through `.data`, which is mostly but read.
-        was_told = self._seen is None or self._seen[1] != version(master)
-        with torch.no_grad():
-            (self.tensor if was_told else self.tensor.data).copy_(master)
+        # If `.data` was only read: autograd saved the copy in a forward whose backward is to come,
+        # and would take rewriting the same numbers for a change.
+        if not (self.awaited and self._is_exposed(master) and self._holds(master)):
+            with torch.no_grad():
+                self.tensor.copy_(master)
         self.written(master)
 
     def _is_exposed(self, master: torch.Tensor) -> bool:
         """Whether something may have written to the master without its version's saying so."""
+        accessed = self._seen is not None and self._seen[2] != _accesses(master)
         # Who could write then may have done so since, and be gone.
-        return self._was_open or self._is_open(master)
+        return self._was_open or accessed or self._is_open(master)
 
     def _is_open(self, master: torch.Tensor) -> bool:
         """Whether something that exists now may write to the master like that."""
@@ -135,6 +138,11 @@ class WorkingCopy:
         # What `.data` or `detach()` gave, and what was made of it, holds the memory, too. `master`
         # does, and the memory that is asked.
         return not notes or self._shared or holders(master.untyped_storage()) > 2
+
+    def _holds(self, master: torch.Tensor) -> bool:
+        """Whether the copy holds the master's current values; waits for the device."""
+        with torch.no_grad():
+            return torch.equal(self.tensor, master.to(self.tensor.dtype))
 
     @property
     def layout(self) -> CopyLayout:
@@ -231,7 +239,8 @@ class Reader:
         if not torch.is_grad_enabled():
             return self._in_shape([copy.stored for copy in copies])
         lows = self.stored_low(masters, known)
-        for master, low in zip(masters, lows, strict=True):
+        for copy, master, low in zip(copies, masters, lows, strict=True):
+            copy.awaited += 1
             if master.requires_grad:
                 expect(master, low=low)
         return self._in_shape(_ReadCopies.apply(self, copies, *masters))  # type: ignore[no-untyped-call]
@@ -307,6 +316,7 @@ class _ReadCopies(torch.autograd.Function):
         nodes = [node for node, _ in ctx.next_functions]  # one for each input
         lows = ctx.reader.stored_low(ctx.masters)
         for i, (grad, copy, master) in enumerate(zip(grads, ctx.copies, ctx.masters, strict=True)):
+            copy.awaited = max(0, copy.awaited - 1)
             if grad is None or nodes[i] is None:
                 continue
             if copy.is_padded:
