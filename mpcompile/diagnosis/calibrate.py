@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import numbers
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -70,7 +71,8 @@ def calibrate(
         raise MPCompileError(
             f"batches={kind_of(batches)}: give several, such as a DataLoader or a list, [batch]"
         )
-    if not (isinstance(margin, (int, float)) and margin >= 1):  # type: ignore[redundant-expr]
+    given: Any = margin  # a number of NumPy's, too
+    if not (isinstance(given, numbers.Real) and float(given) >= 1):
         raise MPCompileError(f"margin={margin!r}: give a number from 1")
     sides, _ = sides_of(model, options, "pin")
     seen: list[dict[str, tuple[float, str]]] = []

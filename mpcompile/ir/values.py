@@ -15,6 +15,7 @@ from torch.fx.node import map_arg
 
 from .. import rules
 from ..rules.op_names import op_key
+from ..rules.table import TABLE
 from ..torch_inside.graphs import schema
 from ..torch_inside.names import FakeTensor, FakeTensorMode, HigherOrderOperator, OpOverload
 from .fakes import like
@@ -22,7 +23,7 @@ from .shapes import Size
 
 aten = torch.ops.aten
 _CASTS = re.compile(r"\.(?:to|type|type_as)\(([^()]*)")  # in a line of code: what they are given
-_FP32 = re.compile(r"\btorch\.float(32)?\b")
+_FP32 = re.compile(r"(?:^|[,=])\s*torch\.float(?:32)?\s*(?:,|$)")  # as an argument
 
 
 def is_op(node: fx.Node) -> bool:
@@ -210,9 +211,12 @@ def layout(node: fx.Node) -> tuple[Any, Any]:
 
 
 def rule(node: fx.Node) -> rules.Rule:
-    """The table's row of the operator that the node calls; that of a sum where it adds up."""
-    sums = node.target is aten.index_put.default and True in (*node.args[3:], *node.kwargs.values())
-    return rules.rule_for(aten.index_add.default if sums else node.target)
+    """The row of the operator that the node calls, or where `index_put` adds up, that of a sum, if
+    the user has given it none.
+    """
+    adds = node.target is aten.index_put.default and True in (*node.args[3:], *node.kwargs.values())
+    own, sums = rules.rule_for(node.target), aten.index_add.default
+    return rules.rule_for(sums) if adds and own == TABLE[op_key(node.target)] else own
 
 
 def kind(node: fx.Node) -> rules.Kind:

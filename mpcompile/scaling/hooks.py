@@ -7,7 +7,9 @@ skip it. Of a step's arguments they know the closure alone, and hand on all othe
 
 from __future__ import annotations
 
+import collections
 import contextlib
+import copy
 import functools
 import inspect
 import warnings
@@ -68,23 +70,37 @@ def _before_step(
     _look_for_gradient(optimizer, has_closure=place is not None)
     if place is None:
         skips = not by_itself and guard.skip_if_overflowed(optimizer) and not is_zero(optimizer)
-        return ((_without_parameters(optimizer), *args[1:]), kwargs) if skips else None
+        return ((_of_others(optimizer), *args[1:]), kwargs) if skips else None
     # The gradients are made inside the step: check them right after the closure has run. (It may
     # even compile the model, so nothing is known about the parameters before.)
     given: Any = dict(kwargs) if isinstance(place, str) else list(args)
-    own = [x for x in vars(optimizer).values() if isinstance(x, Optimizer)]
-    by_itself |= bool(own) and not is_zero(optimizer)  # as SAM's: those are looked at
+    inner = [x for x in vars(optimizer).values() if isinstance(x, Optimizer)]
+    stepped = {id(p) for one in inner for p in parameters.parameters_of(one)}
+    if not is_zero(optimizer):  # as SAM's, whose weights the step of the other one writes
+        by_itself |= stepped >= {id(p) for p in parameters.parameters_of(optimizer)}
     given[place] = _checked_closure(optimizer, given[place], by_itself=by_itself)
     return (args, given) if isinstance(place, str) else (tuple(given), kwargs)
 
 
-def _without_parameters(optimizer: Optimizer) -> Optimizer:
-    """What takes a step in the place of one that skips it. Not each step passes over a parameter
-    without a gradient: one may fail there, or make zeros and decay the weight.
+def _of_others(optimizer: Optimizer) -> Optimizer:
+    """What takes a step in the place of one that skips it. It has a copy of the smallest trained
+    parameter of each group, all zeros: not each step passes over a parameter without a gradient
+    (one may fail there, or make zeros and decay the weight), nor over a group without parameters.
     """
     stand_in = object.__new__(type(optimizer))
-    groups = [{**group, "params": []} for group in optimizer.param_groups]
-    vars(stand_in).update(vars(optimizer), param_groups=groups)
+    hidden = dict(parameters.of_optimizer(optimizer).hidden)
+    kept: dict[Any, Any] = dict(optimizer.state)
+    state = collections.defaultdict[Any, Any](dict)
+    state.update((key, kept[key]) for key in kept if not isinstance(key, torch.Tensor))
+    groups = []
+    for group in optimizer.param_groups:
+        groups.append({**group, "params": []})
+        for param in sorted(group["params"], key=lambda p: (p not in hidden, p.numel()))[:1]:
+            other = torch.nn.Parameter(torch.zeros_like(param))
+            other.grad = torch.zeros_like(hidden.get(param, other))
+            state[other] = copy.deepcopy(optimizer.state.get(param, {}))
+            groups[-1]["params"].append(other)
+    vars(stand_in).update(vars(optimizer), param_groups=groups, state=state)
     return stand_in
 
 

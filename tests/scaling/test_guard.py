@@ -19,6 +19,7 @@ class Forced(torch.optim.Optimizer):
     def step(self) -> None:  # type: ignore[override]
         for group in self.param_groups:
             group["steps"] = group.get("steps", 0) + 1
+            assert group["params"][-1].dim() > 0  # as he asks it for the shape of what he sends
             for p in group["params"]:
                 p.grad = torch.zeros_like(p) if p.grad is None else p.grad
                 p.data.mul_(0.99).sub_(p.grad, alpha=0.1)
@@ -232,6 +233,26 @@ def test_an_overflow_in_the_closure_of_an_optimizer_that_steps_another() -> None
         optimizer.zero_grad()
         assert torch.equal(before[0], model[0].weight) is (factor == OVERFLOW)
     assert loss_scale_of(model).skipped_steps == 1
+
+
+class Halves(torch.optim.SGD):
+    """Updates some weights by itself, and others by an optimizer inside."""
+
+    def step(self, closure: Callable[[], Any]) -> None:  # type: ignore[override]
+        with torch.enable_grad():
+            closure()
+        super().step()
+        self.inner.step()
+
+
+def test_an_overflow_in_the_closure_of_an_optimizer_with_one_for_other_weights() -> None:
+    model, x = mpcompile(mlp(), **FP16), torch.ones(4, 8)
+    weight, *others = model.parameters()
+    optimizer = Halves([weight], lr=0.1)
+    optimizer.inner = torch.optim.SGD(others, lr=0.1)
+    before = parameters(model)
+    optimizer.step(lambda: (model(x).sum() * OVERFLOW).backward())
+    assert_unchanged(before, model)
 
 
 # -- gradients that nobody steps with -------------------------------------------------------------
