@@ -12,10 +12,10 @@ from collections.abc import Iterator
 from repository import ROOT, sources
 
 LIMITS = {
-    "lines of source": 40383,
-    "lines of code": 25325,
+    "lines of source": 40097,
+    "lines of code": 25093,
     "files of source": 254,
-    "lines of tests": 60582,
+    "lines of tests": 60241,
     "warnings that count more than two frames": 16,
     "registries of modules": 25,
 }
