@@ -69,8 +69,10 @@ def _before_step(
     place = _place_of_closure(optimizer, args, kwargs)
     _look_for_gradient(optimizer, has_closure=place is not None)
     if place is None:
-        skips = not by_itself and guard.skip_if_overflowed(optimizer) and not is_zero(optimizer)
-        return ((_of_others(optimizer), *args[1:]), kwargs) if skips else None
+        skips = not by_itself and guard.skip_if_overflowed(optimizer)
+        if not skips or _is_torchs(_called_step(optimizer)):
+            return None
+        return (_of_others(optimizer), *args[1:]), kwargs
     # The gradients are made inside the step: check them right after the closure has run. (It may
     # even compile the model, so nothing is known about the parameters before.)
     given: Any = dict(kwargs) if isinstance(place, str) else list(args)
@@ -80,6 +82,11 @@ def _before_step(
         by_itself |= stepped >= {id(p) for p in parameters.parameters_of(optimizer)}
     given[place] = _checked_closure(optimizer, given[place], by_itself=by_itself)
     return (args, given) if isinstance(place, str) else (tuple(given), kwargs)
+
+
+def _is_torchs(step: Any) -> bool:
+    """Whether a step is torch's own: it passes over parameters without a gradient."""
+    return str(getattr(step, "__module__", "")).startswith("torch.")
 
 
 def _of_others(optimizer: Optimizer) -> Optimizer:

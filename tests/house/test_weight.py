@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from repository import ROOT, sources
 
 LIMITS = {
-    "lines of source": 40097,
-    "lines of code": 25093,
+    "lines of source": 40104,
+    "lines of code": 25097,
     "files of source": 254,
     "lines of tests": 60241,
     "warnings that count more than two frames": 16,
