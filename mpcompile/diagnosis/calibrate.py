@@ -128,12 +128,12 @@ def _largest(run: Run, margin: float) -> dict[str, tuple[float, str]]:
     for graph, record in run.calls:
         case = GraphRuns(graph.rewritten.graph, graph.plan, low=Record(), full=record)
         for n in filter(case.is_program, case.graph.nodes):
-            numbers = list(case.too_large(n, margin))
+            large = list(case.too_large(n, margin))
             # No loss scale below 1 is counted on: the other gradients need one above.
             steep = case.gradient_amax(n.name)
             if dtype_of(n) in HALF and torch.finfo(dtype_of(n)).max / margin < steep < math.inf:
-                numbers.append(("gradient of the result", steep))
-            for what, amax in numbers:
+                large.append(("gradient of the result", steep))
+            for what, amax in large:
                 if n.name not in found or amax > found[n.name][0]:
                     found[n.name] = amax, what
     return found

@@ -254,7 +254,7 @@ _overloads(FOLLOW, "picks a maximum, and says where it is", "max.dim min.dim", d
 
 _WHY = "joins tensors: the widest of its inputs"
 _row(FOLLOW, _WHY, "cat stack slice_scatter", keeps=NOTHING, picks=True)
-_row(FOLLOW, _WHY, "index_put", keeps=NOTHING, fuses=False)
+_row(FOLLOW, f"{_WHY}; accumulating, a sum", "index_put", keeps=NOTHING, fuses=False)
 _row(FOLLOW, _WHY, "scatter index_copy", fuses=False, picks=True)
 _row(FOLLOW, _WHY, """
      concat concatenate hstack vstack dstack column_stack block_diag index_fill select_scatter

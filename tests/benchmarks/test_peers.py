@@ -91,7 +91,6 @@ def test_bytes_by_cause(tmp_path: Path) -> None:
 
 @pytest.mark.sweep("runs a benchmark, small")
 def test_time_by_kind_of_kernel(tmp_path: Path) -> None:
-    """Each arm spends some of it on products and some on the optimizer."""
     assert main(["run", "step_profile", "--quick", "--out", str(tmp_path)]) == 0
     for arms in json.loads((tmp_path / "step_profile_cpu.json").read_text())["profiled"].values():
         assert [*arms] == [AUTOCAST, *PIECES]

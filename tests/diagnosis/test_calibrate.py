@@ -42,7 +42,7 @@ FP16: dict[str, Any] = {"dtype": torch.float16, "emit": "eager"}
         (END / 4.1, {}, False),
         (END / 3.9, {}, True),
         (1e6, {}, True),
-        (END / 8, {"margin": 10}, True),
+        (END / 8, {"margin": torch.tensor(10).numpy()[()]}, True),
     ],
 )
 def test_a_result_near_the_end_is_pinned_with_all_who_read_it(

@@ -104,7 +104,7 @@ return add
 
 def test_applies_to_every_spelling() -> None:
     def program(q: torch.Tensor) -> torch.Tensor:
-        a = q.softmax(-1).to(q.dtype)
+        a = q.softmax(-1).to(torch.float32 if q is None else q.dtype)
         b = a.type_as(q).to(q)
         return b.to(q.device) * a.to(device=q.device, dtype=q.dtype)
 

@@ -1,10 +1,13 @@
 """The precision table agrees with torch.amp, says why everywhere, and takes new rows."""
 
+from typing import Any
+
 import pytest
 import torch
+from torch import fx
 from versions import before
 
-from mpcompile import MPCompileError, register_rule, rules
+from mpcompile import MPCompileError, ir, register_rule, rules
 from mpcompile.rules import Kind, Rule, lookup, table
 from mpcompile.rules.op_names import op_exists, op_key
 from mpcompile.rules.policy import Precision
@@ -163,9 +166,13 @@ def test_register_rule(registered: dict[str, Rule], name: object) -> None:
     assert rules.rule_for(target) == Rule(FULL, "sums a row", fuses=False)
 
 
-def test_a_registered_rule_beats_the_table(registered: dict[str, Rule]) -> None:
-    register_rule("aten::softmax", "follow", "we trust it")
-    assert rules.rule_for(torch.ops.aten.softmax.int).precision is FOLLOW
+def test_a_registered_rule_beats_the_table(registered: Any) -> None:
+    graph, put = fx.Graph(), torch.ops.aten.index_put.default
+    x = graph.placeholder("x")
+    puts = [graph.call_function(put, (x, [x], x, accumulates)) for accumulates in (False, True)]
+    assert [ir.rule(node).precision for node in puts] == [FOLLOW, FULL]
+    register_rule("aten::index_put", "low", "we trust it")
+    assert [ir.rule(node).precision for node in puts] == [LOW, LOW]
 
 
 @pytest.mark.parametrize(

@@ -208,8 +208,6 @@ def test_an_overflow_after_a_good_step_of_the_same_backward_lowers_the_scale() -
 class Sharpness(torch.optim.SGD):
     """As SAM: its step moves the weights, calls the closure there, and brings them back."""
 
-    base: torch.optim.Optimizer
-
     def step(self, closure: Callable[[], Any]) -> None:  # type: ignore[override]
         params = self.param_groups[0]["params"]
         before = [p.detach().clone() for p in params]
@@ -236,12 +234,8 @@ def test_an_overflow_in_the_closure_of_an_optimizer_that_steps_another() -> None
 
 
 class Halves(torch.optim.SGD):
-    """Updates some weights by itself, and others by an optimizer inside."""
-
     def step(self, closure: Callable[[], Any]) -> None:  # type: ignore[override]
-        with torch.enable_grad():
-            closure()
-        super().step()
+        super().step(closure)
         self.inner.step()
 
 
