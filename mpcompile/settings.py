@@ -121,12 +121,12 @@ def _loss_scale(name: str, value: Any) -> LossScale | None:
         return LossScale.none()
     if value == "dynamic":
         return None
-    if value == "grad_scaler":
-        made = LossScale.grad_scaler()
+    made = LossScale.grad_scaler() if value == "grad_scaler" else None
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        made = LossScale.static(float(value))
+    if made is not None:
         made.fp16_only = True
         return made
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        return LossScale.static(float(value))
     hint = ". The graph scales the loss: leave the GradScaler out of the loop, too"
     if not isinstance(value, torch.amp.GradScaler):
         hint = did_you_mean(str(value), ("dynamic", "grad_scaler", "none"))

@@ -47,13 +47,14 @@ _compiled: dict[tuple[object, ...], Function] = {}
 @dataclass(frozen=True)
 class Emit:
     """How the graphs of a step run: "inductor" with its mode and options, or "eager", op by op; and
-    how what Inductor compiles is verified.
+    how what Inductor compiles is verified; `strict`: raise where it compiled wrongly.
     """
 
     how: str = "inductor"
     mode: str | None = None
     options: tuple[tuple[str, Any], ...] = ()
     verify: bool | str = True
+    strict: bool = False
 
 
 @dataclass(frozen=True)
@@ -277,7 +278,7 @@ def _by_inductor(gm: fx.GraphModule, emit: Emit, sizes: _Sizes) -> Function:
         static=[node for node, given in own if _is_held(given)],
         shares_memory=False,
         patches=inductor_for(emit.mode, options).config,
-        verify=Verify(emit.verify),
+        verify=Verify(emit.verify, emit.strict),
     )
     if not firsts:
         return run

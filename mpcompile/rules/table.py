@@ -131,6 +131,7 @@ _WHY = "a sum over many terms: low partial sums round, and overflow in FP16"
 _row(FULL, _WHY, "sum", grows=True, keeps=NOTHING)
 _row(FULL, _WHY, "nansum sum_to_size prod cumsum cumprod trace", grows=True)
 _row(FULL, _WHY, "embedding_bag scatter_add index_add", grows=True, fuses=False)
+_overloads(FULL, _WHY, "scatter.reduce scatter.value_reduce", grows=True, fuses=False)
 
 _WHY = "a mean: low partial sums round, and overflow in FP16"
 _row(FULL, _WHY, "mean", averages=True, keeps=NOTHING)

@@ -74,7 +74,7 @@ class LossScale(Ruled, metaclass=_Shown):
         assert start is not None
         rule.check(init_scale, start)
         self.open = False  # whether a graph passes gradients on to non-leaf inputs: other networks
-        self.fp16_only = False  # made by default, not by the user: BF16 does without it
+        self.fp16_only = False  # of an option, no LossScale of the user's: BF16 does without it
         self._start(ScaleState(float(start), overflows_left=rule.hysteresis), rule, fitting=fitting)
 
     def _start(self, state: ScaleState, rule: ScaleRule, *, fitting: bool) -> None:

@@ -277,7 +277,7 @@ def emit_late(device: torch.device, count: int, settings: Settings) -> Emit | No
     if count <= FEW or settings.emit != "inductor" or capabilities(device).multi_tensor:
         return None
     options = tuple(sorted((settings.options or {}).items()))
-    return Emit("inductor", settings.mode, options, settings.verify.when)
+    return Emit("inductor", settings.mode, options, settings.verify.when, settings.strict)
 
 
 def _kept(numbers: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -7,6 +7,7 @@ import torch
 from torch import fx
 from versions import before
 
+import mpcompile.operators  # noqa: F401  (registers ours, of which the table has rows)
 from mpcompile import MPCompileError, ir, register_rule, rules
 from mpcompile.rules import Kind, Rule, lookup, table
 from mpcompile.rules.op_names import op_exists, op_key
@@ -202,3 +203,9 @@ def test_what_an_operator_does_with_dimensions_is_one_of_a_few_words(
     assert registered == {}
     register_rule("mp_test_ops::scale", "follow", "moves", dims="permute")
     assert registered["mp_test_ops::scale"].dims == "permute"
+
+
+@pytest.mark.parametrize("overload", ["reduce", "value_reduce"])
+def test_a_scatter_that_adds_up_is_a_sum(overload: str) -> None:
+    assert TABLE[f"aten::scatter.{overload}"].precision is FULL
+    assert TABLE["aten::scatter"].precision is FOLLOW

@@ -13,8 +13,18 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
-from mpcompile import LossScale, MPCompileError, MPOptimizer, cli, explain, mpcompile, plan_for
+from mpcompile import (
+    LossScale,
+    MPCompileError,
+    MPOptimizer,
+    cli,
+    compiled_plans,
+    explain,
+    mpcompile,
+    plan_for,
+)
 from mpcompile.rules.policy import Level, Policy
 from mpcompile.settings import OPTIONS, Option, Options, Settings
 from mpcompile.verify.verdicts import Verify
@@ -183,3 +193,17 @@ def test_adding_an_option_as_the_guide_says(tmp_path: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "--greeting {hello,goodbye}" in done.stdout
+
+
+@pytest.mark.parametrize("apart", [False, True], ids=["mpcompile", "torch.compile"])
+def test_bf16_is_scaled_by_a_loss_scale_of_the_users_alone(apart: bool) -> None:
+    for given, scaled in ((8.0, False), ("grad_scaler", False), (LossScale.static(8.0), True)):
+        net: Any = nn.Linear(4, 4)
+        options: dict[str, Any] = {"dtype": "bf16", "emit": "eager", "loss_scale": given}
+        if apart:
+            run = torch.compile(net, backend="mpcompile", options=options)
+        else:
+            run = mpcompile(net, **options)
+        run(torch.randn(2, 4)).sum().backward()
+        assert [plan.scaled for plan in compiled_plans(run)] == [scaled]
+        torch.testing.assert_close(net.bias.grad, torch.full((4,), 2.0))

@@ -19,6 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import mpcompile as package
 from mpcompile import MPCompileError, MPCompileWarning, MPOptimizer, mpcompile, train_step
+from mpcompile.settings import Settings
+from mpcompile.whole_step.update import FEW, emit_late
 
 WRONG = Path(__file__).parents[1] / "support" / "wrong_cxx.sh"
 
@@ -200,6 +202,22 @@ def test_the_option_of_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert not torch.allclose(found[False], found[None])
     with pytest.raises(MPCompileError, match="verify='often'"):
         MPOptimizer(torch.optim.NAdam([p]), verify="often")
+
+
+@pytest.mark.slow("Inductor, with a compiler that is wrong")
+def test_a_step_after_its_graph_is_as_strict(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+    p = nn.Parameter(torch.ones(64))
+    p.grad = torch.linspace(-1, 1, 64)
+    asked = {"options": compiler("sum", tmp_path), "strict": True}
+    late = emit_late(p.device, FEW + 1, Settings.parse(asked))
+    assert late is not None
+    step = MPOptimizer(torch.optim.NAdam([p]))
+    step._emit = late
+    with pytest.raises(MPCompileError, match="strict=True: compiled wrongly"):
+        step.step()
 
 
 # -- no false alarm --------------------------------------------------------------------------------
