@@ -71,6 +71,7 @@ def function_of(
     made = Emitted(
         examples, target.device, settings.names, planned.inputs, scale,
         reader=known.reader_for(planned), in_full=in_full, searches=searches, constant=constant,
+        as_written=planned.graph.meta.get("mp_results_as_written", ()),
         repairable=Repairable(planned, traced_code()) if settings.repair and scale else None,
     )  # fmt: skip
     joint = joint_passes(

@@ -23,6 +23,7 @@ from ..scaling.kept_copies import KeptCopies
 from ..scaling.loss_scale import LossScale
 from ..scaling.parameters import Derived, is_trained, own_again
 from ..torch_inside.distributed import active_ddp
+from ..torch_inside.tensors import mark_of
 from .repair import NotedCall, Repairable, repair
 from .stays_finite import watching
 
@@ -44,6 +45,7 @@ class Emitted:
         in_full: the inputs that are an optimizer's parameters, and that it reads in FP32.
         searches: whether its backward passes can search for the scale.
         constant: the results that no gradient enters, where it has a scale.
+        as_written: those of which what is infinite is so by the program.
         repairable: notes a call after steps were skipped; None: nothing is repaired.
     """
 
@@ -56,6 +58,7 @@ class Emitted:
     in_full: Sequence[int] = ()
     searches: bool = False
     constant: Collection[int] = ()
+    as_written: Sequence[int] = ()
     repairable: Repairable | None = None
 
 
@@ -107,7 +110,7 @@ def _scaled(compiled: Function, made: Emitted) -> Function:
     if made.scale is None:
         return compiled
     scale, reader, repairable, device = made.scale, made.reader, made.repairable, made.device
-    inputs, constant = made.inputs, made.constant
+    inputs, constant, as_written = made.inputs, made.constant, made.as_written
     masters = tuple(inputs.copies.values())
     see = _telling(made.examples, scale)
     in_a_row = scale.in_a_row
@@ -128,6 +131,8 @@ def _scaled(compiled: Function, made: Emitted) -> Function:
         if noted is not None:
             noted.gave(results)
             in_a_row.calls.append(noted)
+        for i in as_written:
+            mark_of(results[i]).as_written = True
         if is_first:
             is_first = False
             check_constants(results, constant)

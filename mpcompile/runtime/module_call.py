@@ -41,6 +41,7 @@ from ..torch_inside.modules import (
     set_compiled_call,
 )
 from ..torch_inside.names import BackendCompilerFailed, autocast_is_on, torchscript_trace
+from ..torch_inside.tensors import mark_on
 from . import given_up, uncalled
 from .half_inputs import refuse_written, widened, widens_inputs
 from .left_to_python import ProductsCheck, enter_by_itself
@@ -272,7 +273,8 @@ class ModuleCall:
 def keep_finite(before: Iterable[tuple[dict[str, Any], str, Any]]) -> None:
     """Let no overflow stay in buffers that a call has replaced (`self.mean = 0.9 * self.mean + x`):
     what isn't finite is what it was. Those that are written in place a pass keeps so
-    (`passes/graph/own_memory.py`), and nothing waits for the device here, either.
+    (`passes/graph/own_memory.py`), which also finds the results that are infinite by the program (a
+    mask). Nothing waits for the device here, either.
 
     Args:
         before: the dict that holds a buffer, its name, and what it was.
@@ -282,6 +284,8 @@ def keep_finite(before: Iterable[tuple[dict[str, Any], str, Any]]) -> None:
         if new is old or not (isinstance(old, torch.Tensor) and isinstance(new, torch.Tensor)):
             continue
         dense = new.layout is torch.strided and new.is_floating_point()
+        if (mark := mark_on(new)) is not None and mark.as_written:
+            continue
         if dense and new.shape == old.shape and not new.requires_grad:
             held[name] = torch.where(new.isfinite(), new, old)
 

@@ -66,14 +66,16 @@ class Mark:
 
     Attributes:
         state: what is known of the tensor.
+        as_written: what is infinite in it is so by the program: it is no overflow.
         tensor: gives the tensor to who holds the mark and has asked for that (`found_by`).
     """
 
-    __slots__ = ("__weakref__", "of", "state", "tensor")
+    __slots__ = ("__weakref__", "as_written", "of", "state", "tensor")
 
     def __init__(self, of: int) -> None:
         self.of = of
         self.state: Any = None
+        self.as_written = False
         self.tensor: Callable[[], torch.Tensor | None] = lambda: None
 
     def __reduce__(self) -> Any:

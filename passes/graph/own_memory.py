@@ -40,7 +40,8 @@ a generation writes to is as large as it is long.
 
 What is finite stays, also of a step that is skipped: the data were those of FP32. A buffer that
 the program itself fills with infinities, without a LOW operator before it, is left alone; so is a
-write that autograd tracks.
+write that autograd tracks. Buffers that a call replaces are kept finite after it
+(`runtime/module_call.py`); this pass says which results hold a program's own infinities.
 
 **`copy_overlaps`** returns a copy in place of a result whose elements share memory.
 
@@ -60,6 +61,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections import Counter
+from typing import Any
 
 import torch
 from torch import fx
@@ -90,6 +92,7 @@ def keep_buffers_finite(gm: fx.GraphModule, config: Config) -> bool:
     buffers = {m for n in inputs if _is_buffer(n) and holders[m := ir.storage(n)] == 1}
     trains = config.scaled and any(map(ir.requires_grad, inputs))
     written = _written_after_low(graph, buffers, trains=trains)
+    gm.meta["mp_results_as_written"] = _results_as_written(graph) if trains else ()
     for node in [n for n in inputs if ir.storage(n) in written]:
         _keep_finite(graph, node)
     return bool(written)
@@ -122,6 +125,28 @@ def _written_after_low(
             elif node in low and (trains or not declared):
                 dirty.add(memory)
     return dirty - left
+
+
+def _results_as_written(graph: fx.Graph) -> tuple[int, ...]:
+    """The floating results (by number) in which what is infinite is so by the program: they come
+    from constants, whole numbers and parameters alone, and through no FP16.
+    """
+    written = {ir.storage(memory) for node in graph.nodes for memory in ir.written(node)}
+
+    def is_other(node: fx.Node) -> bool:
+        value = ir.tensor(node)
+        if value is None or not value.is_floating_point():
+            return False
+        given = node.op == "placeholder" and not ir.is_parameter(node)
+        return given or value.dtype is torch.float16 or ir.storage(node) in written
+
+    def read(node: fx.Node) -> list[fx.Node]:
+        return [] if ir.rule(node).creates else node.all_input_nodes
+
+    results: Any = graph.output_node().args[0]
+    known = [(i, ir.tensor(r)) for i, r in enumerate(results) if isinstance(r, fx.Node)]
+    floating = [i for i, value in known if value is not None and value.is_floating_point()]
+    return tuple(i for i in floating if not any(map(is_other, ir.reached([results[i]], read))))
 
 
 def _may_overflow(node: fx.Node) -> bool:

@@ -191,6 +191,38 @@ def test_what_the_program_makes_infinite_stays_so() -> None:
     assert torch.equal(model.mask.isfinite(), torch.arange(10) < 5)
 
 
+INFINITIES: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
+    "of constants": lambda m, x: torch.full((10, 10), float("-inf")).triu(4)[0],
+    "like the buffer": lambda m, x: torch.full_like(m.mask, float("-inf")).masked_fill(m.few, 0.0),
+    "of lengths": lambda m, x: torch.where(torch.arange(10) < m.count, 0.0, float("-inf")),
+    "of a parameter": lambda m, x: torch.log((m.layer.bias.detach() > 0).float()),
+}
+
+
+@LEVELS
+@EMITS
+@pytest.mark.parametrize("named", INFINITIES)
+def test_what_the_program_makes_infinite_may_replace_a_buffer(
+    named: str, emit: str, level: str
+) -> None:
+    def forward(m: Any, x: torch.Tensor) -> Any:
+        m.count = m.count + 1
+        m.mask = INFINITIES[named](m, x)
+        m.row = 0.9 * m.row + m.layer(x).detach().mean(0)
+        return torch.softmax(m.layer(x) + m.mask.clamp(min=-1e4), -1)
+
+    held = {"mask": nn.Buffer(torch.zeros(10)), "few": nn.Buffer(torch.arange(10) < 4),
+            "count": nn.Buffer(torch.tensor(4)), "row": nn.Buffer(torch.zeros(10))}  # fmt: skip
+    plain = module_of(forward, layer=nn.Linear(10, 10), **held)
+    model = mpcompile(copy.deepcopy(plain), dtype=torch.float16, level=level, emit=emit)
+    for _ in range(3):
+        x = torch.randn(4, 10)
+        plain(x)
+        model(x).square().sum().backward()
+        assert model.mask.isinf().any()
+        torch.testing.assert_close(model.mask, plain.mask)
+
+
 # -- parameters ------------------------------------------------------------------------------------
 
 
