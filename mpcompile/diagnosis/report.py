@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from rich.text import Text
 
+from .. import stored
 from .._version import __version__
 from ..observe.fault import Fault
 from ..observe.record import EXPONENTS, Numbers, Shares
-from ..plans import stored
 from ..plans.graph_plan import GraphPlan, PlanNode
 from ..plans.grid import Grid, Part, Shown
 from ..plans.page.render import data_of, html

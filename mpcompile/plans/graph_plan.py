@@ -10,11 +10,11 @@ from torch import fx
 
 from .. import ir
 from ..rules.policy import Config, Precision
+from ..stored import restored
 from .grid import Part, Shown, as_text
 from .partitioned import BackwardNode
 from .plan_data import GraphData, Line, PlanNode
 from .plan_text import full_graph_parts, graph_parts, share_low
-from .stored import restored
 from .tensor_core_report import tensor_core_report
 from .why import Answer, answer
 

@@ -8,8 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from .. import stored
 from ..errors import MPCompileError
-from . import plan_text, stored
+from . import plan_text
 from .diff import PlanDiff, difference
 from .graph_plan import GraphPlan
 from .grid import Part, Shown, as_text

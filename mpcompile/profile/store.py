@@ -4,8 +4,8 @@
     {"kind": "gemm", "dtype": "bfloat16", "dims": [1, 64, 64, 64], "forward": 1e-05, "total": 3e-5},
     ...]}
 
-A file is checked in full when it is read: its fields and their types must be those of the
-dataclasses, its numbers in range. Nothing in it is executed.
+A file is checked in full when it is read: its fields must have the types of the dataclasses', its
+numbers be in range. Nothing in it is executed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import json
 import logging
 import os
 import re
-import tempfile
 import warnings
 from importlib import resources
 from pathlib import Path
@@ -29,14 +28,14 @@ import torch
 from .. import logs
 from ..devices.capabilities import Capabilities
 from ..devices.registry import capabilities, supported
-from ..errors import MPCompileError, MPCompileWarning, did_you_mean
-from .cost_model import DTYPES, MEASURED, ORIGINS, Profile, Sample
+from ..errors import MPCompileError, MPCompileWarning
+from ..stored import replace, restored
+from .cost_model import MEASURED, ORIGINS, Profile, Sample
 
 VARIABLE = "MPCOMPILE_PROFILE"
 """Environment variable: the path of a profile to use, or `"none"` to use none."""
 
 FORMAT = 1
-_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES}
 
 _loaded: dict[Path, Profile | None] = {}  # None: missing or unusable
 
@@ -127,11 +126,7 @@ def write(profile: Profile, path: Path) -> None:
         MPCompileError: the file can't be written.
     """
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=path.parent, prefix=".profile-") as folder:
-            whole = Path(folder) / path.name
-            whole.write_text(_text(profile), encoding="utf-8")
-            os.replace(whole, path)
+        replace(_text(profile), path)
     except OSError as error:
         raise MPCompileError(f"can't write the profile {path}: {error.strerror}") from None
     _loaded.pop(path.absolute(), None)
@@ -206,47 +201,13 @@ def _parse(text: str) -> Profile:
     data = json.loads(text)
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         raise MPCompileError(f"it is no JSON object with format {FORMAT}")
-    del data["format"]
-    _check(data, Profile, "the profile")
-    if data["device_type"] not in supported() or data["origin"] not in ORIGINS:
-        raise MPCompileError(f"device_type {data['device_type']!r}, origin {data['origin']!r}")
-    if data["threads"] < 0:
-        raise MPCompileError(f"threads {data['threads']}")
-    samples = tuple(_sample(row, number) for number, row in enumerate(data["samples"]))
-    if not samples:
+    found = restored(Profile, data)
+    if found.device_type not in supported() or found.origin not in ORIGINS:
+        raise MPCompileError(f"device_type {found.device_type!r}, origin {found.origin!r}")
+    if found.threads < 0:
+        raise MPCompileError(f"threads {found.threads}")
+    if not found.samples:
         raise MPCompileError("it has no samples")
-    if len({(s.kind, s.dtype, s.dims) for s in samples}) < len(samples):
+    if len({(s.kind, s.dtype, s.dims) for s in found.samples}) < len(found.samples):
         raise MPCompileError("it has two samples of one size")
-    return Profile(**{**data, "samples": samples})
-
-
-def _sample(row: Any, number: int) -> Sample:
-    _check(row, Sample, f"sample {number}")
-    if not all(type(size) is int for size in row["dims"]):
-        raise MPCompileError(f"sample {number}: dims {row['dims']!r}")
-    if row["dtype"] not in _DTYPES:
-        raise MPCompileError(
-            f"sample {number}: dtype {row['dtype']!r}{did_you_mean(row['dtype'], _DTYPES)}"
-        )
-    return Sample(**{**row, "dtype": _DTYPES[row["dtype"]], "dims": tuple(row["dims"])})
-
-
-# The annotation of a field -> its types in JSON. To isinstance a bool is an int: compare types.
-_JSON: dict[str, tuple[type, ...]] = {
-    "str": (str,),
-    "int": (int,),
-    "float": (float, int),
-    "torch.dtype": (str,),
-    "tuple[int, ...]": (list,),
-    "tuple[Sample, ...]": (list,),
-}
-
-
-def _check(data: Any, made: type, what: str) -> None:
-    """Raise unless `data` has exactly the fields of the dataclass `made`, each of its type."""
-    fields = {field.name: str(field.type) for field in dataclasses.fields(made)}
-    if not isinstance(data, dict) or set(data) != set(fields):
-        raise MPCompileError(f"{what} must have the fields {', '.join(fields)}")
-    for name, annotation in fields.items():
-        if type(data[name]) not in _JSON[annotation]:
-            raise MPCompileError(f"{what}: {name} must be {_JSON[annotation][0].__name__}")
+    return found

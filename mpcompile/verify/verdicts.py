@@ -12,10 +12,8 @@ import functools
 import hashlib
 import json
 import logging
-import os
 import platform
 import shutil
-import tempfile
 import threading
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
@@ -31,6 +29,7 @@ from .._version import __version__
 from ..devices.cxx import said
 from ..devices.registry import capabilities, is_supported
 from ..errors import MPCompileError, MPCompileWarning
+from ..stored import replace
 from ..torch_inside.inductor import setting, write_program
 from ..torch_inside.names import cache_dir
 from .case import Case, Cure
@@ -159,12 +158,7 @@ class Verdicts:
         kept = {n: vars(verdict) for n, verdict in self.known.items() if n in self.finished}
         data = {"expected": sorted(self.expected), "known": kept}
         with contextlib.suppress(OSError):
-            self._file.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile(
-                "w", dir=self._file.parent, delete=False, encoding="utf-8"
-            ) as file:
-                json.dump(data, file)
-            os.replace(file.name, self._file)
+            replace(json.dumps(data), self._file)
 
     def wrong(
         self,

@@ -26,7 +26,7 @@ else:
 # what users import.
 LAYERS = (
     {"_version", "errors", "logs"},
-    {"torch_inside"},
+    {"stored", "torch_inside"},
     {"devices", "ranks"},
     {"operators"},
     {"profile"},

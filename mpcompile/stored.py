@@ -1,4 +1,4 @@
-"""Plans read back from plain data: the inverse of `to_dict()`.
+"""Plans and profiles read back from plain data, the inverse of `to_dict()`; and files written.
 
 What the data must look like follows from the fields of the dataclasses and their types. A key that
 is no field is ignored: `to_dict()` adds totals, and a newer mpcompile may write more than this one
@@ -10,6 +10,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import os
+import tempfile
 import types
 import typing
 from collections.abc import Iterator
@@ -18,8 +20,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from .._version import __version__
-from ..errors import MPCompileError
+from ._version import __version__
+from .errors import MPCompileError
 
 T = TypeVar("T")
 
@@ -64,6 +66,20 @@ def write(text: str, path: str | Path) -> None:
             f"{path} can't be written: {error.strerror or error}; give the path of a file in a "
             "directory that you may write to"
         ) from None
+
+
+def replace(text: str, path: Path) -> None:
+    """Write a file, and the directory that it is in, as a whole or not at all: a reader never sees
+    half of it.
+
+    Raises:
+        OSError: it can't be written.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=".mpcompile-") as folder:
+        whole = Path(folder) / path.name
+        whole.write_text(text, encoding="utf-8")
+        os.replace(whole, path)
 
 
 def written_by(data: Any) -> str:
