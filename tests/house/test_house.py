@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 from mutants import MUTANTS, Mutant
+from operators_page import page
 from repository import ROOT
 
-from mpcompile.rules.docs_page import page
 from mpcompile.rules.op_names import op_key
 from mpcompile.rules.table import TABLE
 
@@ -160,7 +160,7 @@ def _is_operator(node: ast.expr) -> bool:
 
 
 def test_the_page_of_operators_is_the_table() -> None:
-    """Made by `python -m mpcompile.rules.docs_page > docs/operators.md`."""
+    """Made by `python tests/support/operators_page.py > docs/operators.md`."""
     assert (ROOT / "docs" / "operators.md").read_text() == page()
 
 

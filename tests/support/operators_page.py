@@ -1,6 +1,4 @@
-"""The table as a page: `python -m mpcompile.rules.docs_page > docs/operators.md`."""
-
-from __future__ import annotations
+"""The table as a page: `python tests/support/operators_page.py > docs/operators.md`."""
 
 import dataclasses
 import enum
@@ -9,16 +7,16 @@ import re
 import textwrap
 from itertools import groupby
 
-from .policy import Precision
-from .rule import Rule
-from .table import TABLE
+from mpcompile.rules.policy import Precision
+from mpcompile.rules.rule import Rule
+from mpcompile.rules.table import TABLE
 
 _TITLE = "# What is known about operators"
 _ABOUT = (
-    "The table in `mpcompile/rules/`, printed by `python -m mpcompile.rules.docs_page`. An operator"
-    " stands in one row, with all its overloads. One that is not on this page keeps the dtypes that"
-    " it was captured with. `mpcompile.register_rule` adds a row for an operator of your own, with "
-    "any of these facts:"
+    "The table in `mpcompile/rules/`, printed by `python tests/support/operators_page.py`. An "
+    "operator stands in one row, with all its overloads. One that is not on this page keeps the "
+    "dtypes that it was captured with. `mpcompile.register_rule` adds a row for an operator of "
+    "your own, with any of these facts:"
 )
 _PRECISIONS = {
     Precision.LOW: "LOW: runs in half precision",
