@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from benchmarks.cuda_parts.inductor import Sheet
 from benchmarks.harness.ways import Way, trainer_for
 from benchmarks.models import (
     GPT2,
@@ -36,7 +37,6 @@ from benchmarks.models import (
     resnet50,
     tokens,
 )  # fmt: skip
-from mpcompile.devices.gpus import GPU
 
 # Seconds from one kernel of a CUDA graph to the next, however short; the host takes longer.
 FLOOR = 2e-6
@@ -237,7 +237,7 @@ def _apart(found: Counts, wanted: Counts) -> float:
 # -- what kernels cost ----------------------------------------------------------------------------
 
 
-def totals(launches: Sequence[fakecuda.Launch], gpu: GPU) -> dict[str, float]:
+def totals(launches: Sequence[fakecuda.Launch], gpu: Sheet) -> dict[str, float]:
     """Kernels, bytes, FLOPs by dtype, and seconds at the ceilings, in three ways."""
     found = {"seconds": 0.0, "seconds with the floor": 0.0, "seconds with TF32": 0.0}
     for kind in ("generated", "product", "library"):
@@ -264,7 +264,7 @@ def _casts_only(launch: fakecuda.Launch) -> bool:
     )
 
 
-def seconds(launch: fakecuda.Launch, gpu: GPU, *, tf32: bool) -> float:
+def seconds(launch: fakecuda.Launch, gpu: Sheet, *, tf32: bool) -> float:
     """The longer of moving its bytes and doing its FLOPs, at the data sheet's rates.
 
     TF32 runs at half the rate of FP16 where it exists (data sheets of A100 and H100). torch allows

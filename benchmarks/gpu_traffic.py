@@ -13,10 +13,10 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from benchmarks.cuda_parts.inductor import sheet
 from benchmarks.gpu_steps import ARMS, AUTOCAST, CASES, CHECKED, COUNTED, FLOOR, FP32, OURS
 from benchmarks.harness.processes import call_elsewhere
 from benchmarks.harness.report import Claims, Report, Settings, Table
-from mpcompile.devices.gpus import gpu
 
 DEVICES = ("cpu",)  # a GPU that is there is none that exists by name only
 REPORT = "gpu_traffic"  # the same on every machine
@@ -58,7 +58,7 @@ def make_report(counted: Counted) -> Report:
 
 
 def _ceilings(name: str) -> dict[str, Any]:
-    known = gpu(name)
+    known = sheet(name)
     return {"bytes/s": known.bandwidth, "FP32 FLOP/s": known.fp32, "FP16 FLOP/s": known.low}
 
 
@@ -203,16 +203,16 @@ def _verdicts(counted: Counted) -> Claims:
 
 def _notes() -> list[str]:
     ceilings = "; ".join(
-        f"{gpu(name).name}: {gpu(name).bandwidth / 1e12:g} TB/s, products at "
-        f"{gpu(name).low / 1e12:g} TFLOP/s in FP16, {gpu(name).fp32 / 1e12:g} in FP32"
+        f"{sheet(name).name}: {sheet(name).bandwidth / 1e12:g} TB/s, products at "
+        f"{sheet(name).low / 1e12:g} TFLOP/s in FP16, {sheet(name).fp32 / 1e12:g} in FP32"
         for name in GPUS
     )
     return [
         "Nothing here was measured. The third training step is counted: forward, backward, the "
         "optimizer's step, `zero_grad` (which launches nothing). A kernel's time is the larger of "
         "its bytes over the bandwidth and its FLOPs over the rate, a step's the sum over its "
-        f"kernels. {ceilings} (data sheets, `mpcompile/devices/gpus.py`). TF32 runs at half of "
-        "FP16's rate where it exists, which is not on a T4; torch's default has it on in "
+        f"kernels. {ceilings} (data sheets, `benchmarks/cuda_parts/inductor.py`). TF32 runs at half "
+        "of FP16's rate where it exists, which is not on a T4; torch's default has it on in "
         "convolutions and off in matrix products, and the time with it in both stands in brackets.",
         "Bytes of a generated kernel: each buffer that it reads or writes, once, by Inductor's own "
         "count. Of a library's kernel (products with their attention; other): operands and "

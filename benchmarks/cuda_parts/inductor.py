@@ -1,10 +1,11 @@
-"""What Inductor and Triton ask of a GPU before they generate code for it.
+"""What Inductor and Triton ask of a GPU before they generate code for it, and its data sheet.
 
 Torch internals used here were read in torch 2.13, Triton's in 3.7.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,10 +13,59 @@ import torch
 from torch._dynamo.device_interface import CudaInterface
 from torch._inductor import config as inductor
 
-from mpcompile.devices.gpus import GPU
+from mpcompile.devices.gpus import GPU, GPUS, gpu
+
+_GIB = 2**30
 
 
-def describe(gpu: GPU) -> None:
+@dataclass(frozen=True)
+class Sheet(GPU):
+    """What NVIDIA's data sheets say of a GPU: those of the H200, B200, H100 SXM, A100 80GB SXM,
+    L40S, L4, A10G, V100 SXM2, T4 and P100; for the RTX 4090 and 3090, the whitepapers of Ada and
+    GA102. Rates are dense, with FP32 accumulation; memory is as advertised.
+
+    Attributes:
+        processors: streaming multiprocessors.
+        memory: bytes.
+        bandwidth: of its memory, bytes/s.
+        fp32: FLOP/s of FP32 products outside of Tensor Cores.
+        low: FLOP/s of FP16 products, and from Ampere on of BF16 ones.
+        shared: bytes of shared memory that one block may use.
+    """
+
+    processors: int
+    memory: int
+    bandwidth: float
+    fp32: float
+    low: float
+    shared: int
+
+
+_FACTS: dict[str, tuple[int, int, float, float, float, int]] = {
+    # processors, memory, bandwidth, fp32, low, shared
+    "b200": (148, 180 * _GIB, 8e12, 75e12, 2250e12, 232448),
+    "h200": (132, 141 * _GIB, 4.8e12, 67e12, 989e12, 232448),
+    "h100": (132, 80 * _GIB, 3.35e12, 67e12, 989e12, 232448),
+    "a100": (108, 80 * _GIB, 2.039e12, 19.5e12, 312e12, 166912),
+    "rtx4090": (128, 24 * _GIB, 1.008e12, 82.6e12, 165.2e12, 101376),
+    "l40s": (142, 48 * _GIB, 0.864e12, 91.6e12, 362e12, 101376),
+    "l4": (58, 24 * _GIB, 0.3e12, 30.3e12, 121e12, 101376),
+    "a10g": (80, 24 * _GIB, 0.6e12, 35e12, 70e12, 101376),
+    "rtx3090": (82, 24 * _GIB, 0.936e12, 35.6e12, 71e12, 101376),
+    "t4": (40, 16 * _GIB, 0.32e12, 8.1e12, 65e12, 65536),
+    "v100": (80, 16 * _GIB, 0.9e12, 15.7e12, 125e12, 98304),
+    "p100": (56, 16 * _GIB, 0.732e12, 10.6e12, 21.2e12, 49152),
+}
+
+
+def sheet(name: str) -> Sheet:
+    """The data sheet of a GPU, by a name of `mpcompile.devices.gpus`."""
+    known = gpu(name)
+    (facts,) = (_FACTS[short] for short, one in GPUS.items() if one is known)
+    return Sheet(known.name, known.capability, *facts)
+
+
+def describe(gpu: Sheet) -> None:
     """Answer what Inductor asks of a GPU, and turn off what would have to run on one."""
     properties = properties_of(gpu)
     major, minor = gpu.capability
@@ -54,7 +104,7 @@ def set_for_all_threads(config: Any, name: str, value: Any) -> None:
     config._config[name].default = value
 
 
-def triton_driver(gpu: GPU) -> Any:
+def triton_driver(gpu: Sheet) -> Any:
     """Triton's CUDA driver, as far as it is asked before a kernel is loaded."""
     from triton.backends.compiler import GPUTarget
     from triton.backends.nvidia.driver import CudaDriver
@@ -95,7 +145,7 @@ def triton_driver(gpu: GPU) -> Any:
 # What a GPU that is not there tells of itself.
 
 
-def properties_of(gpu: GPU) -> SimpleNamespace:
+def properties_of(gpu: Sheet) -> SimpleNamespace:
     """What `torch.cuda.get_device_properties` tells."""
     major, minor = gpu.capability
     return SimpleNamespace(

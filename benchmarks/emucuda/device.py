@@ -11,9 +11,8 @@ from typing import Any
 import torch
 from torch.backends.cudnn import rnn
 
-from benchmarks.cuda_parts.inductor import properties_of
+from benchmarks.cuda_parts.inductor import Sheet, properties_of, sheet
 from benchmarks.emucuda import LIBRARY, graphs, kernels
-from mpcompile.devices.gpus import GPU, gpu
 
 
 class EmulatedGPU:
@@ -26,7 +25,7 @@ class EmulatedGPU:
 
     CALLS = ("operators", "allocations", "pinned", "copies", "waits")  # as in calls.h
 
-    def __init__(self, kind: GPU) -> None:
+    def __init__(self, kind: Sheet) -> None:
         self.gpu = kind
         self.launched: list[str] = []
 
@@ -47,7 +46,7 @@ _became: EmulatedGPU | None = None
 def become(name: str) -> EmulatedGPU:
     """Make this process see one GPU, by a name of `mpcompile.devices.gpus`; once, or it raises."""
     global _became
-    kind = gpu(name)
+    kind = sheet(name)
     if _became is not None:
         raise RuntimeError(f"no {kind.name}: this process is a {_became.gpu.name} already")
     _became = device = EmulatedGPU(kind)
@@ -77,7 +76,7 @@ def _answer(answers: dict[str, Any]) -> None:
                 setattr(module, name, answer)
 
 
-def _facts(kind: GPU) -> dict[str, Any]:
+def _facts(kind: Sheet) -> dict[str, Any]:
     properties, (major, minor) = properties_of(kind), kind.capability
 
     class Inside:
@@ -106,7 +105,7 @@ def _facts(kind: GPU) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _memory(kind: GPU) -> dict[str, Any]:
+def _memory(kind: Sheet) -> dict[str, Any]:
     def allocated(device: Any = None) -> int:
         found: int = LIBRARY.emucuda_allocated()
         return found

@@ -17,9 +17,14 @@ from torch._subclasses import fake_impls
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _foreach_utils
 
-from benchmarks.cuda_parts.inductor import describe, properties_of, set_for_all_threads
+from benchmarks.cuda_parts.inductor import (
+    Sheet,
+    describe,
+    properties_of,
+    set_for_all_threads,
+    sheet,
+)
 from benchmarks.fakecuda import LIBRARY
-from mpcompile.devices.gpus import GPU, gpu
 from mpcompile.scaling.copies import WorkingCopy, _state
 
 _DEVICE = torch.device("cuda", 0)
@@ -33,7 +38,7 @@ class FakeGPU:
         reads: where the host read a value of the device, a few lines of the stack each.
     """
 
-    def __init__(self, kind: GPU) -> None:
+    def __init__(self, kind: Sheet) -> None:
         self.gpu = kind
         self.reads: list[str] = []
         # Numbers from outside (an epsilon as a tensor) may come in as they are.
@@ -60,7 +65,7 @@ def become(name: str) -> FakeGPU:
     global _became
     if _became is not None:
         raise RuntimeError(f"this process is a {_became.gpu.name} already")
-    _became = device = FakeGPU(gpu(name))
+    _became = device = FakeGPU(sheet(name))
     _describe(device)
     _make_fakes(device)
     _note_reads(device)

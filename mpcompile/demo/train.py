@@ -62,7 +62,7 @@ class Trainee:
     @property
     def memory_kind(self) -> str:
         """The meaning of `memory` on this device."""
-        if self.can.counts_memory:
+        if self.can.asynchronous:
             return "peak memory of a step, above what stays resident"
         return "saved for backward"
 
@@ -94,7 +94,7 @@ class Trainee:
 
     def step_and_measure_memory(self, idx: Tensor, targets: Tensor) -> None:
         """Do one `step` and record its memory; slower than a plain step on CPU."""
-        if self.can.counts_memory:
+        if self.can.asynchronous:
             resident = self.can.allocated_memory()
             self.step(idx, targets)
             self.memory = self.can.peak_memory() - resident

@@ -45,11 +45,11 @@ class Capabilities:
         auto: the low dtype that `dtype="auto"` stands for, torch.float16 or torch.bfloat16.
         slow_dtypes: dtypes in which torch's kernels take many times as long as in FP32.
         asynchronous: whether a call returns before the device has done the work, so that reading a
-            result makes the host wait.
+            result makes the host wait. Such a device counts its memory (`allocated_memory`), and is
+            busy only at sizes that would take a host minutes.
         multi_tensor: whether one kernel may work on many tensors (torch's `foreach` operators,
             Inductor's concatenations). It pays where a launch costs more than a small update.
         cuda_graphs: whether Inductor's mode "reduce-overhead" records graphs on this device.
-        counts_memory: whether `allocated_memory` and `peak_memory` work.
         fewest_rows: chunks of at least so many rows make the fused head's products take longer than
             adding up the weight's gradient (8 bytes an element), which each chunk does once.
         turn: the least number of seconds that a profile times in one go.
@@ -65,7 +65,6 @@ class Capabilities:
         one_row: how many times as long as in FP32 a product of one row with a matrix takes in a low
             dtype, at least; 0: no longer than a profile says.
         wants_alignment: whether products of unaligned sizes take longer.
-        large_sizes: whether a profile measures sizes that only an accelerator needs to be busy.
     """
 
     word: ClassVar[str]
@@ -74,7 +73,6 @@ class Capabilities:
     asynchronous: ClassVar[bool] = True
     multi_tensor: ClassVar[bool] = True
     cuda_graphs: ClassVar[bool] = False
-    counts_memory: ClassVar[bool] = True
     fewest_rows: ClassVar[int] = 1024
     turn: ClassVar[float] = 2e-3
     recomputes: ClassVar[bool] = False
@@ -84,7 +82,6 @@ class Capabilities:
     spares_launches: ClassVar[bool] = False
     one_row: ClassVar[float] = 0.0
     wants_alignment: ClassVar[bool] = True
-    large_sizes: ClassVar[bool] = True
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

@@ -59,7 +59,6 @@ class CPU(Capabilities):
     slow_dtypes = (torch.float16,)
     asynchronous = False
     multi_tensor = False
-    counts_memory = False
     fewest_rows = 256  # fewer operations for each byte than a GPU
     turn = 1e-4
     # Memory that a step frees goes back to the system, and is paged in anew in the next one.
@@ -70,7 +69,6 @@ class CPU(Capabilities):
     # torch 2.13 and AMX, over 5 sizes in both layouts, 0.85 to 1.62 times FP32's time.
     one_row = 1.2
     wants_alignment = False
-    large_sizes = False  # they would take minutes
 
     def units(self) -> str:
         """Describe the low-precision dot-product instructions."""

@@ -63,7 +63,7 @@ def measure(
     if clock is None:
         alone = not can.asynchronous and torch.get_num_threads() == 1
         clock = time.process_time if alone else time.perf_counter
-    ordered = sorted(points or calls.points(large=can.large_sizes), key=_work)
+    ordered = sorted(points or calls.points(large=can.asynchronous), key=_work)
     timer = _Timer(can, clock, dtypes, build)
     deadline = clock() + seconds
     samples: list[Sample] = []

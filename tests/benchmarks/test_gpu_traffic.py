@@ -12,8 +12,8 @@ from torch._inductor import ir
 
 from benchmarks import gpu_steps, gpu_traffic
 from benchmarks.__main__ import main
+from benchmarks.cuda_parts.inductor import sheet
 from benchmarks.cuda_parts.transposes import transposed
-from mpcompile.devices.gpus import gpu
 
 
 @dataclasses.dataclass
@@ -28,7 +28,7 @@ class Kernel:
 
 
 def test_a_kernel_takes_the_longer_of_its_bytes_and_its_flops() -> None:
-    h100 = gpu("h100")
+    h100 = sheet("h100")
     second = int(h100.bandwidth)
     assert gpu_steps.seconds(Kernel("relu", "generated", second), h100, tf32=False) == 1
     product = Kernel("aten.mm.default", "product", 1, int(h100.low), torch.float16)
@@ -50,11 +50,11 @@ def test_a_kernel_takes_the_longer_of_its_bytes_and_its_flops() -> None:
 def test_rates_of_fp32_products(name: str, op: str, tf32: bool, rate: float) -> None:
     """TF32 is allowed in convolutions from the start; a T4 has none."""
     product = Kernel(op, "product", 1, int(rate), torch.float32)
-    assert gpu_steps.seconds(product, gpu(name), tf32=tf32) == pytest.approx(1)
+    assert gpu_steps.seconds(product, sheet(name), tf32=tf32) == pytest.approx(1)
 
 
 def test_totals_know_casts_and_short_kernels() -> None:
-    t4 = gpu("t4")
+    t4 = sheet("t4")
     cast = Kernel("convert_element_type.default, permute.default", "generated", int(t4.bandwidth))
     fused = Kernel("convert_element_type.default, add.Tensor", "generated", 8)
     found = gpu_steps.totals([cast, fused], t4)
@@ -71,7 +71,7 @@ def test_layers_are_extrapolated_in_twos() -> None:
 
 
 def counts(seconds: float, kernels: int, syncs: int = 0) -> dict[str, dict[str, float]]:
-    part = gpu_steps.totals([], gpu("t4"))
+    part = gpu_steps.totals([], sheet("t4"))
     floored = seconds + kernels / 10
     step = {**part, "seconds": seconds, "generated kernels": kernels}
     step["seconds with the floor"] = floored

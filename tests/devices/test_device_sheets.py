@@ -39,7 +39,7 @@ def test_tensor_cores_by_capability(
     """Of a GPU that is there, and of one by its data sheet; "auto" is FP16 in any case."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: name)
-    for one in (capabilities("cuda"), AbsentGPU(GPU(name, capability, 1, 1, 1.0, 1.0, 1.0, 1))):
+    for one in (capabilities("cuda"), AbsentGPU(GPU(name, capability))):
         assert one.units() == expected
         assert one.has_units(torch.float16) is (not expected.startswith("none"))
         assert one.has_units(torch.bfloat16) is (capability >= (8, 0))

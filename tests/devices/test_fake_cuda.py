@@ -7,9 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from gpu_models import MODELS
+from gpu_models import MODELS, lines_of
 from gpus_by_name import needs_a_cpu_build, told
-from plan_lines import lines_of
 
 from mpcompile import plan_for
 

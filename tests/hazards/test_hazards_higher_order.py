@@ -1,4 +1,4 @@
-"""Calls that stay as they are, with low work around: cond, flex_attention, transforms, RNNs."""
+"""Calls that stay as they are, with low work around: cond, flex_attention, scan, RNNs."""
 
 from typing import Any
 
@@ -72,64 +72,16 @@ def test_flex_attention(level: str, masked: bool) -> None:
 
 
 @SETTINGS
-def test_vmap(level: str, emit: str) -> None:
+@since("2.13", "AOTAutograd takes its results for aliases")
+def test_a_loop_of_known_length(level: str, emit: str) -> None:
     def program(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        return torch.vmap(lambda row: torch.tanh(w @ row))(F.linear(x, w)) @ w
+        def step(carry: torch.Tensor, row: torch.Tensor) -> Any:
+            carry = torch.tanh(carry @ w + row)
+            return carry, carry * 1
 
-    w = (torch.randn(16, 16) / 4).requires_grad_()  # a tanh that is not all flat
-    low = ["linear", "mm", "matmul"]
-    check(program, leaf(8, 16), w, level=level, emit=emit, low=low)
+        _, rows = scan(step, torch.zeros(16), F.linear(x, w))
+        return F.linear(rows, w)
 
-
-@SETTINGS
-def test_gradient_inside_the_program(level: str, emit: str) -> None:
-    """A force: the gradient of an energy by the input, which a loss differentiates once more."""
-
-    def forward(m: Any, x: torch.Tensor) -> Any:
-        force = torch.func.grad(lambda z: torch.tanh(m.a(z)).pow(2).sum())(x)
-        return m.b(force)
-
-    model = module_of(forward, a=nn.Linear(16, 16), b=nn.Linear(16, 16))
-    check(model, torch.randn(8, 16), level=level, emit=emit, low=["linear"])
-
-
-@LEVELS
-def test_jacobian_of_a_low_program(level: str) -> None:
-    def program(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        h = F.linear(x, w)
-        return torch.func.jacrev(lambda z: (z**2).sum(-1))(h) @ w
-
-    check(program, leaf(4, 16), leaf(16, 16), level=level, low=["linear"])
-
-
-def products_and_tangents(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    """Forward mode, and a pullback, of a function of low values."""
-    h = F.linear(x, w)
-    out, tangent = torch.func.jvp(lambda z: torch.tanh(z @ w), (h,), (torch.ones_like(h),))
-    again, pull = torch.func.vjp(lambda z: torch.tanh(z @ w), h)
-    return F.linear(out + tangent + pull(again)[0], w)
-
-
-def loop_of_known_length(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    def step(carry: torch.Tensor, row: torch.Tensor) -> Any:
-        carry = torch.tanh(carry @ w + row)
-        return carry, carry * 1
-
-    _, rows = scan(step, torch.zeros(16), F.linear(x, w))
-    return F.linear(rows, w)
-
-
-@SETTINGS
-@pytest.mark.parametrize(
-    "program",
-    [
-        products_and_tangents,
-        pytest.param(
-            loop_of_known_length, marks=since("2.13", "AOTAutograd takes its results for aliases")
-        ),
-    ],
-)
-def test_other_transforms(program: Any, level: str, emit: str) -> None:
     w = (torch.randn(16, 16) / 4).requires_grad_()
     check(program, leaf(4, 16), w, level=level, emit=emit, low=["linear"])
 

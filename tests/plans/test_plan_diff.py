@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from effort import lines_run
-from plans import cast, graph, large, node, plan
+from plans import cast, graph, large, lines_run, node, plan
 from small_calls import Calls, X, in_two_graphs, net
 
 from mpcompile import MPCompileError, Policy, plan_for

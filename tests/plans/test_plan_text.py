@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 import rich
-from effort import lines_run
-from plans import cast, graph, large, node, plan
+from plans import cast, graph, large, lines_run, node, plan
 from rich.console import Console
 from small_calls import Calls, X, in_two_graphs
 

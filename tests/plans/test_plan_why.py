@@ -6,9 +6,8 @@ import re
 
 import pytest
 import torch
-from effort import lines_run
 from module_of import module_of
-from plans import cast, graph, large, node, plan
+from plans import cast, graph, large, lines_run, node, plan
 from small_calls import Calls, X, in_two_graphs
 from torch import nn
 

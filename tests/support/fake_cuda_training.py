@@ -14,8 +14,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from gpu_models import MODELS
-from plan_lines import lines_of
+from gpu_models import MODELS, lines_of
 
 from mpcompile import MPOptimizer, compiled_plans, loss_scale_of, mpcompile
 from mpcompile.rules.table import TABLE

@@ -1,4 +1,6 @@
-"""Models that are trained on a GPU that exists by name, and planned for without one."""
+"""Models that are trained on a GPU that exists by name and planned for without one; and a plan line
+by line, to be compared to the letter.
+"""
 
 from typing import Any
 
@@ -6,6 +8,7 @@ import torch
 from torch import nn
 
 from mpcompile.demo.gpt import GPT, GPTConfig
+from mpcompile.plans.graph_plan import GraphPlan
 
 
 def mlp() -> tuple[nn.Module, Any]:
@@ -28,3 +31,9 @@ def conv() -> tuple[nn.Module, Any]:
 
 
 MODELS = {build.__name__: build for build in (mlp, gpt, conv)}
+
+
+def lines_of(plan: GraphPlan) -> list[str]:
+    """Every node, cast, pad, reason and product of a graph."""
+    nodes = (f"{n.name}: {n.planned} {n.precision} {n.reason} ({n.module})" for n in plan.nodes)
+    return [plan.head(), *nodes, *str(plan.tensor_cores).splitlines()]

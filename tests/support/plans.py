@@ -1,5 +1,8 @@
-"""Plans made by hand, for tests of what is done with plans."""
+"""Plans made by hand, for tests of what is done with plans; and how much work that is, counted."""
 
+import sys
+from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 from mpcompile.plans import GraphPlan, Plan, PlanNode
@@ -48,3 +51,23 @@ def large(count: int = 3000) -> Plan:
         else:
             nodes.append(cast(f"x_{i}", f"linear_{i - 1}", **where))
     return plan(graph(*nodes))
+
+
+def lines_run(function: Callable[[], object]) -> int:
+    """How many lines of Python run while `function` does. (A time would be one of the machine's
+    other work, too.)
+    """
+    count = 0
+
+    def trace(_frame: FrameType, event: str, _argument: Any) -> Any:
+        nonlocal count
+        count += event == "line"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        function()
+    finally:
+        sys.settrace(before)
+    return count

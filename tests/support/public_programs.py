@@ -47,11 +47,7 @@ class Script:
 
 SCRIPTS = {
     "nanogpt": Script(
-        public_language.nano_gpt, public_language.nano_batch, public_language.nano_step,
-        public_language.adamw_groups, clip=1.0,
-    ),
-    "mingpt": Script(
-        public_language.min_gpt, public_language.min_batch, public_language.min_step,
+        public_language.gpt, public_language.batch, public_language.step,
         public_language.adamw_groups, clip=1.0,
     ),
     "mnist": Script(
