@@ -211,8 +211,8 @@ def _notes() -> list[str]:
         "Nothing here was measured. The third training step is counted: forward, backward, the "
         "optimizer's step, `zero_grad` (which launches nothing). A kernel's time is the larger of "
         "its bytes over the bandwidth and its FLOPs over the rate, a step's the sum over its "
-        f"kernels. {ceilings} (data sheets, `benchmarks/cuda_parts/inductor.py`). TF32 runs at half "
-        "of FP16's rate where it exists, which is not on a T4; torch's default has it on in "
+        f"kernels. {ceilings} (data sheets, `benchmarks/cuda_parts/inductor.py`). TF32 runs at "
+        "half of FP16's rate where it exists, which is not on a T4; torch's default has it on in "
         "convolutions and off in matrix products, and the time with it in both stands in brackets.",
         "Bytes of a generated kernel: each buffer that it reads or writes, once, by Inductor's own "
         "count. Of a library's kernel (products with their attention; other): operands and "

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from compare import LEVELS, MLP, SETTINGS, assert_near, check, leaf, weighted_sum
+from compare import LEVELS, MLP, SETTINGS, assert_near, check, leaf
 from module_of import module_of
 from torch import nn
 
@@ -41,20 +41,6 @@ def test_nothing_or_only_the_input_needs_a_gradient(level: str) -> None:
     for x in (torch.randn(8, 16), leaf(8, 16)):
         result = check(MLP().requires_grad_(False), x, level=level, low=["linear"])
         assert result.plans[0].scaled == x.requires_grad
-
-
-@LEVELS
-def test_input_that_is_no_leaf(level: str) -> None:
-    """The gradient goes on, true to size, into eager code before the compiled function."""
-    model, w = MLP(), leaf(16, 16)
-    fast = mpcompile(MLP(), dtype=torch.float16, level=level, emit="eager", strict=True)
-    fast.load_state_dict(model.state_dict())
-    x = torch.randn(8, 16)
-    expected, actual = (
-        torch.autograd.grad(weighted_sum(m(x @ w)), [w, *m.parameters()]) for m in (model, fast)
-    )
-    for a, e in zip(actual, expected, strict=True):
-        assert_near(a, e, "gradient", 1e-2)
 
 
 @LEVELS
@@ -103,12 +89,6 @@ def test_hook_after_accumulation_can_step_at_once(level: str) -> None:
         assert_near(a.detach(), e.detach(), "parameter", 1e-3)
 
 
-@pytest.mark.slow("a matrix of trainings against FP64")
-@SETTINGS
-def test_gradients_accumulate_over_steps(level: str, emit: str) -> None:
-    check(MLP(), leaf(8, 16), level=level, steps=3, emit=emit)
-
-
 @LEVELS
 def test_loss_inside_the_compiled_function(level: str) -> None:
     class WithLoss(MLP):
@@ -117,15 +97,6 @@ def test_loss_inside_the_compiled_function(level: str) -> None:
             return F.cross_entropy(out, y), F.mse_loss(out, x), out
 
     check(WithLoss(), leaf(8, 16), torch.randint(16, (8,)), level=level, low=["linear"])
-
-
-@LEVELS
-def test_one_module_twice(level: str) -> None:
-    class Twice(MLP):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return super().forward(super().forward(x))
-
-    check(Twice(), leaf(8, 16), level=level, low=["linear"])
 
 
 @LEVELS

@@ -255,7 +255,6 @@ def around(function: Any) -> Any:
 
 FUNCTIONS = {
     "straight_through": lambda h: Straight.apply(h * 4),
-    "clip": lambda h: Clip.apply(h),
     "non_differentiable": lambda h: ScaledMatmul.apply(h, h.t() @ h, 0.5)[0],
     "mark_dirty": lambda h: AddTo.apply(h * 1, h),
     "two_outputs": lambda h: sum_of(TwoOutputs.apply(h, h.detach() > 0)),

@@ -1,5 +1,5 @@
 """Hazards of positions: what becomes an index, a whole number, a side or an angle is computed with
-as many digits as under autocast, at O2, too; and bounds close to 1 stay below 1.
+as many digits as under autocast, at O2, too.
 """
 
 import copy
@@ -206,35 +206,6 @@ PLACES: dict[str, Callable[[Net, torch.Tensor], torch.Tensor]] = {
 }  # fmt: skip
 
 
-def squashed(m: Net, x: torch.Tensor) -> torch.Tensor:
-    """Probabilities that come close to 0 and 1."""
-    return (10 * m.layer(x)).sigmoid()
-
-
-# 1 - 1e-4 is 1 in FP16 and BF16.
-BOUNDS: dict[str, Callable[[Net, torch.Tensor], torch.Tensor]] = {
-    "log": lambda m, x: (1 - squashed(m, x).clamp(1e-4, 1 - 1e-4)).log().mean(),
-    "log1p": lambda m, x: torch.log1p(-squashed(m, x).clamp(max=1 - 1e-4)).mean(),
-    "logit": lambda m, x: squashed(m, x).clamp(1e-4, 1 - 1e-4).logit().square().mean(),
-    "odds": lambda m, x: (lambda p: p / (1 - p))(squashed(m, x).clamp(1e-4, 1 - 1e-4)).mean(),
-    "power": lambda m, x: ((1 - squashed(m, x).clamp(max=1 - 1e-4)) ** -0.5).mean(),
-    "cross entropy": lambda m, x: F.binary_cross_entropy(
-        squashed(m, x).clamp(1e-4, 1 - 1e-4), (x > 0).to(x.dtype)
-    ),
-    "atanh": lambda m, x: (10 * m.layer(x)).tanh().clamp(-1 + 1e-4, 1 - 1e-4).atanh().mean(),
-    "acos": lambda m, x: (
-        (lambda h: (h @ h.t()).clamp(-1 + 1e-4, 1 - 1e-4).acos())(F.normalize(m.layer(x), dim=-1))
-    ).mean(),
-    "acosh": lambda m, x: (1 + m.layer(x).square() / 1024).clamp(min=1 + 1e-4).acosh().mean(),
-    "hardtanh": lambda m, x: (1 - F.hardtanh(squashed(m, x), 1e-4, 1 - 1e-4)).log().mean(),
-    "a number away from 1": lambda m, x: (1 + 1e-4 - squashed(m, x)).log().mean(),
-    "squeezed": lambda m, x: (1 - (squashed(m, x) * (1 - 2e-4) + 1e-4)).log().mean(),
-    "finfo": lambda m, x: (
-        (lambda e: 1 - squashed(m, x).clamp(e, 1 - e))(1.1920929e-07).log().mean()
-    ),
-}
-
-
 def run(model: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The result, and all gradients in one vector."""
     result = model(x)
@@ -261,10 +232,8 @@ def errors(
         )
         return result, gradient
 
-    found = {}
-    if program is not BOUNDS["cross entropy"]:  # autocast refuses it
-        with torch.autocast("cpu", dtype=dtype):
-            found["autocast"] = error(run(copy.deepcopy(model), x))
+    with torch.autocast("cpu", dtype=dtype):
+        found = {"autocast": error(run(copy.deepcopy(model), x))}
     for level in ("O1", "O2"):
         options: dict[str, Any] = {"emit": "aot_eager", "strict": True}
         compiled = mpcompile(copy.deepcopy(model), level=level, dtype=dtype, **options)
@@ -282,18 +251,6 @@ def test_no_further_off_than_autocast(case: str, dtype: torch.dtype) -> None:
     for level in ("O1", "O2"):
         for mine, peers in zip(found[level], found["autocast"], strict=True):
             assert mine <= 1.5 * peers + torch.finfo(dtype).eps / 2, found
-
-
-@pytest.mark.slow("a matrix of trainings against FP64")
-@pytest.mark.sampled(3)
-@DTYPES
-@pytest.mark.parametrize("case", BOUNDS)
-def test_a_bound_close_to_1_keeps_its_gradients(case: str, dtype: torch.dtype) -> None:
-    """Autocast's are NaN in most cases, so O1 is the measure for O2; and O1 is near FP64."""
-    found = errors(BOUNDS[case], dtype)
-    for mine, o1 in zip(found["O2"], found["O1"], strict=True):
-        assert o1 <= 64 * torch.finfo(dtype).eps, found
-        assert mine <= 1.5 * o1 + torch.finfo(dtype).eps / 2, found
 
 
 # -- what sees a rounding --------------------------------------------------------------------------

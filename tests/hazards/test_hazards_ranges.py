@@ -282,6 +282,13 @@ STEEP: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "sqrt": lambda p: (1.0001 - p).sqrt(),
     "log of a difference": lambda p: (p - torch.tensor(1.0001, dtype=p.dtype)).neg().log(),
     "a product of differences": lambda p: ((1.0001 - p) * (1 + p)).sqrt(),
+    "odds": lambda p: (lambda q: q / (1 - q))(p.clamp(1e-4, 1 - 1e-4)),
+    "a power": lambda p: (1 - p.clamp(max=1 - 1e-4)) ** -0.5,
+    "acosh": lambda p: (1 + p.square() / 1024).clamp(min=1 + 1e-4).acosh(),
+    "cross entropy": lambda p: F.binary_cross_entropy(
+        p.clamp(1e-4, 1 - 1e-4), (torch.arange(16) % 2).to(p.dtype).expand_as(p)
+    ),
+    "finfo": lambda p: (1 - p.clamp(2.0**-23, 1 - 2.0**-23)).log(),
 }
 
 
