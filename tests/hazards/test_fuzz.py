@@ -55,7 +55,7 @@ class Tally:
             self.reasons[f"discarded: {reason}"] += 1
             return
         except Wrong as error:
-            raise AssertionError(_smallest(program, setting, str(error))) from None
+            raise AssertionError(f"{error}\n{setting}\n{program}") from None
         self.outcomes["fallback" if verdict.fallbacks else "judged"] += 1
         self.judged += verdict.judged
         self.blunt += verdict.blunt
@@ -74,19 +74,8 @@ class Tally:
         assert self.blunt <= MOST_BLUNT * self.judged
 
 
-def _smallest(program: Program, setting: Setting, message: str) -> str:
-    try:
-        program, setting, message = fuzz_judge.smaller(program, setting)
-    except Discarded as reason:
-        message = f"{message}\n({reason})"
-    return f"{message}\n{setting}\n{program}"
-
-
 def run(numbers: range, emits: tuple[str, ...] = EMITS) -> None:
-    """The programs of some numbers, each independent of the others, as the shares demand.
-
-    A failure is made smaller line by line (`fuzz_judge.smaller`).
-    """
+    """The programs of some numbers, each independent of the others, as the shares demand."""
     tally = Tally()
     for number in numbers:
         tally.count(from_seed(number), setting_of(number, emits))

@@ -14,14 +14,12 @@ what the noise has shown: so a program is only wrong if it is so on three draws 
 """
 
 import contextlib
-import dataclasses
 import math
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-import fuzz_programs
 import torch
 from fuzz_programs import BATCH, Program
 from fuzz_runs import UNIT, Compiled, Discarded, Noise, Observed, in_fp32, in_fp64
@@ -281,39 +279,3 @@ def _warnings(verdict: Verdict) -> Iterator[None]:
     for warning in caught:
         if issubclass(warning.category, mpcompile.MPCompileWarning):
             verdict.fallbacks.append(str(warning.message))
-
-
-# -- making failures smaller ----------------------------------------------------------------------
-
-
-def smaller(program: Program, setting: Setting) -> tuple[Program, Setting, str]:
-    """The same failure with as few lines and as plain a setting as can be."""
-
-    def fails(candidate: Program, how: Setting) -> str:
-        try:
-            judge(candidate, how)
-        except Wrong as error:
-            return str(error)
-        except Exception:
-            return ""
-        return ""
-
-    message = fails(program, setting)
-    if not message:
-        raise Discarded("it does not fail any more")
-    progress = True
-    while progress:
-        progress = False
-        for candidate in map(fuzz_programs.pruned, fuzz_programs.reductions(program)):
-            if found := fails(candidate, setting):
-                program, message, progress = candidate, found, True
-                break
-    for simpler in (
-        dataclasses.replace(setting, second=None),
-        dataclasses.replace(setting, second=None, scale=1024.0),
-        dataclasses.replace(setting, second=None, scale=1024.0, level="O1"),
-        dataclasses.replace(setting, second=None, scale=1024.0, level="O1", emit="eager"),
-    ):
-        if found := fails(program, simpler):
-            setting, message = simpler, found
-    return program, setting, message

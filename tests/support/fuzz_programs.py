@@ -7,10 +7,8 @@ then a plain copy, so that memory is shared, or not, as it is in FP32.
 
 import functools
 import inspect
-import itertools
 import linecache
-import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -263,52 +261,3 @@ def pruned(program: Program) -> Program:
         i for i in program.inputs if any(f"{i.name}{end}" in text for end in ").,[ +*-/}]\n")
     )
     return replace(program, inputs=used)
-
-
-# -- making failures smaller ----------------------------------------------------------------------
-
-
-def reductions(program: Program) -> Iterator[Program]:
-    """Programs that are a little simpler; many don't run."""
-    lines = program.lines
-    for k in reversed(range(len(lines))):
-        yield replace(program, lines=lines[:k] + lines[k + 1 :])
-        if lines[k].text.startswith("with "):
-            depth = lines[k].depth
-            after = itertools.takewhile(lambda x, d=depth: x.depth > d, lines[k + 1 :])  # type: ignore[misc]
-            inside = len(list(after))
-            moved = [replace(x, depth=x.depth - 1) for x in lines[k + 1 : k + 1 + inside]]
-            yield replace(program, lines=(*lines[:k], *moved, *lines[k + 1 + inside :]))
-    for k in range(len(program.returned)):
-        if len(program.returned) > 1:
-            yield replace(program, returned=program.returned[:k] + program.returned[k + 1 :])
-        bare = re.match(r"\w+", program.returned[k])
-        if bare and bare[0] != program.returned[k]:
-            changed = (*program.returned[:k], bare[0], *program.returned[k + 1 :])
-            yield replace(program, returned=changed)
-    for k in reversed(range(len(lines))):  # without a line, one of its operands for its result
-        made, is_assignment, text = lines[k].text.partition(" = ")
-        if is_assignment and made.isidentifier():
-            for name in dict.fromkeys(re.findall(r"\b[vwxb]\d+\b", text)):
-                if name == made:
-                    continue
-                rest = [_renamed(x, made, name) for x in lines[k + 1 :]]
-                returned = tuple(re.sub(rf"\b{made}\b", name, x) for x in program.returned)
-                yield replace(program, lines=(*lines[:k], *rest), returned=returned)
-    if program.module:
-        yield replace(program, module=False)
-    if program.doubled is not None:
-        yield replace(program, doubled=None)
-    if program.backwards != "one":
-        yield replace(program, backwards="one")
-    if program.form:
-        yield replace(program, form=0)
-    for k, item in enumerate(program.inputs):
-        if item.kind != "leaf" and item.kind in ("inner", "buffer", "parameter"):
-            simple = replace(item, kind="plain" if item.kind == "buffer" else "leaf")
-            yield replace(program, inputs=(*program.inputs[:k], simple, *program.inputs[k + 1 :]))
-
-
-def _renamed(line: Line, old: str, new: str) -> Line:
-    text, wide = (re.sub(rf"\b{old}\b", new, x) for x in (line.text, line.wide))
-    return replace(line, text=text, wide=wide)
