@@ -1,6 +1,6 @@
 """Training under DistributedDataParallel, on several processes that talk through gloo."""
 
-import copy
+import functools
 import gc
 import time
 from pathlib import Path
@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ddp_training import OVERFLOW, Case, check_same, flat, sgd, train
+from ddp_training import Optimizing, Training, ours, sequential, sgd
 from low_gradients import Net
+from module_of import module_of
 from ranks import join, on_each_rank
+from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
@@ -26,53 +28,85 @@ pytestmark = [
 
 
 FP16, BF16 = torch.float16, torch.bfloat16
+# How far the parameters may be off, as a part of how far they have moved: some roundings.
+CLOSE = {FP16: 2.0**-8, BF16: 2.0**-5}
+OVERFLOWS = 2  # the step at which a gradient of the first rank overflows
 
 
-def train_copies(rank: int, ranks: int, order: str, dtype: torch.dtype) -> None:
+def train(
+    level: str = "O2", dtype: torch.dtype = FP16, optimizing: Optimizing = ours, *,
+    overflows: bool = False, near: float = 0.0, **more: Any,
+) -> nn.Module:  # fmt: skip
+    """Some steps; all ranks must end alike, where one process would. Returns what is called."""
+    options: dict[str, Any] = {"level": level, "dtype": dtype}
+    if not overflows:
+        options["loss_scale"] = "dynamic"
+    run = Training(options=options, optimizing=optimizing, **more)
+    for step in range(4):
+        run.overflow([0]) if overflows and step == OVERFLOWS else run.step()
+    run.check(max(near, CLOSE[dtype]), moved=True)
+    return run.model
+
+
+LAST = "engine, mpcompile, optimizer"
+FIRST = "mpcompile, engine, optimizer"
+OWNED, USED = "optimizer, engine, mpcompile", "mpcompile, optimizer, use, engine"
+
+
+def train_copies(order: str, dtype: torch.dtype) -> None:
     """In FP16 with an overflow. Each weight and bias of the two layers has one copy after it."""
-    case = Case(order=order, dtype=dtype, overflows=dtype is FP16)
-    compiled = train(rank, ranks, case)
-    assert len([k for p in compiled.parameters() for k in copies_of(p)]) == 4
+    model = train(dtype=dtype, order=order, overflows=dtype is FP16)
+    assert len([k for p in model.parameters() for k in copies_of(p)]) == 4
 
 
-ORDERS = ["DDP(mpcompile)", "mpcompile(DDP)", "mpcompile(DDP), optimizer first", "used before"]
-
-
-@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("order", [FIRST, LAST, OWNED, USED])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
 def test_one_process_trains_as_in_fp32(order: str, dtype: torch.dtype, group: None) -> None:
-    train_copies(0, 1, order, dtype)
+    train_copies(order, dtype)
 
 
-CASES = [
-    Case(level="O1", ours=False),
-    Case("sequential", "mpcompile(DDP)", "O1"),
-    Case("sequential", "mpcompile(DDP)", "O1", BF16, ours=False),
-    Case("sequential", "mpcompile(DDP)", engine={"gradient_as_bucket_view": True}),
-    Case("own", "mpcompile(DDP)", engine={"static_graph": True}),
-    Case("sequential", "DDP(mpcompile)", engine={"find_unused_parameters": True}),
-    Case("own", "mpcompile(DDP), optimizer first", "O2", BF16),
-    Case("own", "DDP(mpcompile)", splits=True),
-    Case("sequential", "mpcompile(DDP)", ours=False, splits=True),
-    Case("own", "DDP(mpcompile)", "O2", BF16, ours=False, engine={"gradient_as_bucket_view": True}),
-    Case("sequential", "inside"),
-    Case("sequential", "inside", "O1", ours=False),
-]
+def around() -> Any:
+    """A module whose DDP wraps an nn.Sequential."""
+    return module_of(lambda m, x: m.net(x * 2).tanh(), net=sequential())
+
+
+def inside(model: Any) -> nn.Module:
+    model.net = DistributedDataParallel(model.net)
+    return model  # type: ignore[no-any-return]
+
+
+# Buckets so small that Dynamo splits the graph at them.
+SPLITS = {"bucket_cap_mb": 1e-4}
+CASES: list[dict[str, Any]] = [
+    {"level": "O1", "optimizing": sgd, "order": FIRST},
+    {"make": sequential, "level": "O1"},
+    {"make": sequential, "level": "O1", "dtype": BF16, "optimizing": sgd},
+    {"make": sequential, "settings": {"gradient_as_bucket_view": True}},
+    {"settings": {"static_graph": True}},
+    {"make": sequential, "order": FIRST, "settings": {"find_unused_parameters": True}},
+    {"dtype": BF16, "order": OWNED},
+    {"order": FIRST, "settings": SPLITS},
+    {"make": sequential, "optimizing": sgd, "settings": SPLITS},
+    {"dtype": BF16, "optimizing": sgd, "order": FIRST,
+     "settings": {"gradient_as_bucket_view": True}},
+    {"make": around, "engine": inside},
+    {"make": around, "engine": inside, "level": "O1", "optimizing": sgd},
+]  # fmt: skip
 
 
 def _two(rank: int) -> None:
-    for order in ("DDP(mpcompile)", "mpcompile(DDP)"):
-        train_copies(rank, 2, order, FP16)
-    _train_parts(rank)
+    for order in (FIRST, LAST):
+        train_copies(order, FP16)
+    _train_parts()
     for case in CASES:
-        compiled = train(rank, 2, case)
-        plans = compiled_plans(compiled)
+        model = train(**case)
+        plans = compiled_plans(model)
         assert not any(plan.left for plan in plans)
         assert sum(plan.counts().get("LOW", 0) for plan in plans) >= 2, case
-        if case.splits:
+        if case.get("settings") is SPLITS:
             assert len(plans) > 1
-        if case.dtype is FP16:
-            assert loss_scale_of(compiled).skipped_steps == 0
+        if case.get("dtype", FP16) is FP16:
+            assert loss_scale_of(model).skipped_steps == 0
 
 
 def test_two_processes_train_as_one() -> None:
@@ -80,8 +114,8 @@ def test_two_processes_train_as_one() -> None:
 
 
 def _four(rank: int) -> None:
-    train(rank, 4, Case("sequential", "mpcompile(DDP)"))
-    train(rank, 4, Case(level="O1", ours=False))
+    train(make=sequential)
+    train("O1", optimizing=sgd, order=FIRST)
 
 
 @pytest.mark.slow("trains on ranks")
@@ -89,28 +123,23 @@ def test_four_processes_train_as_one() -> None:
     on_each_rank(_four, ranks=4)
 
 
-def _train_parts(rank: int) -> None:
+def _train_parts() -> None:
     """Two layers compiled one by one, the rest in plain FP32, in one DDP."""
-    for level in ("O1", "O2"):
-        torch.manual_seed(0)
+
+    def made(level: str) -> nn.Module:
         net = Net()
-        reference, model = copy.deepcopy(net), DistributedDataParallel(net)
-        net.fc1 = mpcompile(net.fc1, dtype=FP16, level=level, emit="eager")
-        net.fc2 = mpcompile(net.fc2, dtype=FP16, level=level, emit="eager")
-        optimizer, plain = sgd(net), sgd(reference)
-        for step in range(4):
-            xs = torch.randn(2, 4, 8, generator=torch.Generator().manual_seed(step))
-            overflows = step == OVERFLOW
-            factor = 1e30 if overflows and rank == 1 else 1.0
-            optimizer.zero_grad()
-            (model(xs[rank]).square().mean() * factor).backward()
-            optimizer.step()
-            if not overflows:
-                plain.zero_grad()
-                reference(xs.flatten(0, 1)).square().mean().backward()
-                plain.step()
-        check_same(net, [loss_scale_of(m).value for m in (net.fc1, net.fc2)])
-        assert (flat(net) - flat(reference)).norm() <= 1e-3 * flat(reference).norm()
+        for layer in (net.fc1, net.fc2):
+            mpcompile(layer, dtype=FP16, level=level, emit="eager")
+        return net
+
+    for level in ("O1", "O2"):
+        run = Training(functools.partial(made, level), order="engine, optimizer")
+        assert len(run.scales) == 2
+        run.step()
+        run.step()
+        run.overflow([1])
+        run.step()
+        run.check()
 
 
 def bf16(state: Any, bucket: Any) -> Any:
@@ -128,21 +157,29 @@ HOOKS: dict[str, Any] = {
 NEAR = {"fp16": 2.0**-9, "builtin": 2.0**-9, "bf16": 2.0**-6}
 
 
+def hooked(name: str, net: nn.Module) -> nn.Module:
+    model = DistributedDataParallel(net)
+    if name == "builtin":
+        model._register_builtin_comm_hook(HOOKS[name])  # type: ignore[operator]
+    else:
+        model.register_comm_hook(None, HOOKS[name])
+    return model
+
+
 def _hooks_of_torch(rank: int) -> None:
     """They get unscaled gradients in FP32; overflows are counted after them."""
-    for name, dtype, level, ours in (
-        ("fp16", FP16, "O1", False),
-        ("fp16", FP16, "O2", True),
-        ("builtin", FP16, "O2", False),
-        ("bf16", FP16, "O1", True),
-        ("bf16", BF16, "O1", False),
-        ("bf16", BF16, "O2", True),
+    for name, dtype, level, optimizing in (
+        ("fp16", FP16, "O1", sgd),
+        ("fp16", FP16, "O2", ours),
+        ("builtin", FP16, "O2", sgd),
+        ("bf16", FP16, "O1", ours),
+        ("bf16", BF16, "O1", sgd),
+        ("bf16", BF16, "O2", ours),
     ):
-        case = Case(
-            "own", "DDP(mpcompile)", level, dtype, ours,
-            overflows=dtype is FP16, hook=HOOKS[name], near=NEAR[name],
+        train(
+            level, dtype, optimizing, order=FIRST, engine=functools.partial(hooked, name),
+            overflows=dtype is FP16, near=NEAR[name],
         )  # fmt: skip
-        train(rank, 2, case)
 
 
 @pytest.mark.slow("trains on ranks")

@@ -4,13 +4,12 @@ Whatever one rank alone has seen, all decide alike; no rank waits for one that d
 """
 
 import itertools
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from ddp_training import check_same, everyones, flat, held, sgd
+from ddp_training import Optimizing, check_same, everyones, flat, ours, sgd
 from low_gradients import Net
 from ranks import on_each_rank
 from torch import nn
@@ -33,11 +32,11 @@ def compiled(net: nn.Module, level: str = "O1", start: float | None = START) -> 
     return mpcompile(net, **OPTIONS, level=level, loss_scale=LossScale.dynamic(init_scale=start))
 
 
-def parts(level: str, ours: bool, start: float | None = START) -> tuple[Any, ...]:
+def parts(level: str, optimizing: Optimizing, start: float | None = START) -> tuple[Any, ...]:
     """A net that is compiled, a DDP of it, its optimizer and its loss scale."""
     torch.manual_seed(0)
     net = compiled(Net(), level, start)
-    return net, DDP(net), held(sgd(net), ours), loss_scale_of(net)
+    return net, DDP(net), optimizing(net), loss_scale_of(net)
 
 
 def skips(optimizer: torch.optim.Optimizer, net: nn.Module) -> bool:
@@ -60,16 +59,13 @@ class Times(torch.autograd.Function):
         return grad * ctx.factor, None
 
 
-def ways() -> Iterator[tuple[str, bool]]:
-    """Every level, with a plain optimizer and with an MPOptimizer."""
-    for level in ("O1", "O2"):
-        yield level, False
-        yield level, True
+# Every level, with a plain optimizer and with an MPOptimizer.
+WAYS = list(itertools.product(("O1", "O2"), (sgd, ours)))
 
 
-def plant(rank: int, where: str, level: str, ours: bool) -> None:
+def plant(rank: int, where: str, level: str, optimizing: Optimizing) -> None:
     """One overflow, on one rank or on all: one skipped step, one move of the scale, everywhere."""
-    net, model, optimizer, scale = parts(level, ours)
+    net, model, optimizer, scale = parts(level, optimizing)
     for step in range(4):
         bad = step == BAD and (rank == 1 or where == "all")
         factor = 1e30 if bad else 1.0
@@ -96,11 +92,11 @@ def positive(level: str) -> nn.Sequential:
     return net
 
 
-def clip_by_value(rank: int, level: str, ours: bool) -> None:
+def clip_by_value(rank: int, level: str, optimizing: Optimizing) -> None:
     """After it all numbers are finite, on all ranks: only the count knows, and on all ranks."""
     for accumulated in (False, True):
         net = positive(level)
-        model, optimizer = DDP(net), held(sgd(net), ours)
+        model, optimizer = DDP(net), optimizing(net)
         for step in range(4):
             factor = 1e30 if step == BAD and rank == 0 else 1.0
             optimizer.zero_grad()
@@ -129,9 +125,9 @@ def in_the_first_backward(rank: int, **engine: bool) -> None:
         assert skips(optimizer, net) == (step == 0), f"rank {rank}, step {step}, {engine}"
 
 
-def thrown_away(rank: int, level: str, ours: bool) -> None:
+def thrown_away(rank: int, level: str, optimizing: Optimizing) -> None:
     """A loop that sees the norm, zeroes the gradients and goes on without a step."""
-    net, model, optimizer, scale = parts(level, ours)
+    net, model, optimizer, scale = parts(level, optimizing)
     for step in range(4):
         factor = 1e30 if step == BAD and rank == 0 else 1.0
         (model(torch.randn(4, 8)).square().mean() * factor).backward()
@@ -213,7 +209,7 @@ def not_distributed(rank: int) -> None:
     check_same(net, loss_scale_of(net).state_dict())
 
 
-def beside(rank: int, level: str, ours: bool) -> None:
+def beside(rank: int, level: str, optimizing: Optimizing) -> None:
     """One optimizer over a DDP and over a head that each rank has for itself, and that overflows on
     one rank: the DDP's parameters must stay the same on all, so all skip.
     """
@@ -221,7 +217,7 @@ def beside(rank: int, level: str, ours: bool) -> None:
     net = compiled(Net(), level)
     head = mpcompile(nn.Linear(4, 3), **OPTIONS, level=level, loss_scale=LossScale.dynamic(START))
     model = DDP(net)
-    optimizer = held(torch.optim.SGD([*net.parameters(), *head.parameters()], lr=0.1), ours)
+    optimizer = optimizing(nn.ModuleList([net, head]))
     for step in range(4):
         factor = 1e30 if step == BAD and rank == 1 else 1.0
         optimizer.zero_grad()
@@ -234,12 +230,12 @@ def beside(rank: int, level: str, ours: bool) -> None:
 
 def _two(rank: int) -> None:
     torch.manual_seed(rank)
-    for level, ours in ways():
+    for level, optimizing in WAYS:
         for where in ("one", "all", "backward", "accumulated"):
-            plant(rank, where, level, ours)
-        clip_by_value(rank, level, ours)
-        thrown_away(rank, level, ours)
-        beside(rank, level, ours)
+            plant(rank, where, level, optimizing)
+        clip_by_value(rank, level, optimizing)
+        thrown_away(rank, level, optimizing)
+        beside(rank, level, optimizing)
     in_the_first_backward(rank, static_graph=True)
     in_the_first_backward(rank, find_unused_parameters=True)
     in_the_first_backward(rank, gradient_as_bucket_view=True)
@@ -254,8 +250,8 @@ def test_two_processes_decide_alike() -> None:
 
 
 def _four(rank: int) -> None:
-    clip_by_value(rank, "O2", True)
-    plant(rank, "accumulated", "O1", False)
+    clip_by_value(rank, "O2", ours)
+    plant(rank, "accumulated", "O1", sgd)
 
 
 def test_four_processes_decide_alike() -> None:
@@ -265,9 +261,9 @@ def test_four_processes_decide_alike() -> None:
 # -- the start -----------------------------------------------------------------------------------
 
 
-def starts_differ(rank: int, level: str, ours: bool) -> None:
+def starts_differ(rank: int, level: str, optimizing: Optimizing) -> None:
     """Ranks that find different starts go on with the least of them."""
-    net, model, optimizer, scale = parts(level, ours, None)
+    net, model, optimizer, scale = parts(level, optimizing, None)
     # A gradient that is 64 times as large fits a scale 64 times as small.
     (model(torch.ones(4, 8)).square().mean() * (2.0**16 if rank == 0 else 2.0**10)).backward()
     found = everyones(scale.value)
@@ -279,9 +275,9 @@ def starts_differ(rank: int, level: str, ours: bool) -> None:
     check_same(net, scale.state_dict())
 
 
-def one_finds_none(rank: int, level: str, ours: bool) -> None:
+def one_finds_none(rank: int, level: str, optimizing: Optimizing) -> None:
     """A rank whose search fails takes the others' start; the step is skipped on all."""
-    net, model, optimizer, scale = parts(level, ours, None)
+    net, model, optimizer, scale = parts(level, optimizing, None)
     x = torch.full((4, 8), torch.inf) if rank == 1 else torch.ones(4, 8)
     model(x).square().mean().backward()
     found = everyones((scale.fitting and not scale.search.found, scale.value))
@@ -291,9 +287,9 @@ def one_finds_none(rank: int, level: str, ours: bool) -> None:
     check_same(net, scale.state_dict())
 
 
-def none_finds_one(rank: int, level: str, ours: bool) -> None:
+def none_finds_one(rank: int, level: str, optimizing: Optimizing) -> None:
     """As long as no rank has found a start, all go on searching; then they agree."""
-    net, model, optimizer, scale = parts(level, ours, None)
+    net, model, optimizer, scale = parts(level, optimizing, None)
     for value in (torch.inf, 1.0 + rank):
         optimizer.zero_grad()
         model(torch.full((4, 8), value)).square().mean().backward()
@@ -303,9 +299,9 @@ def none_finds_one(rank: int, level: str, ours: bool) -> None:
     check_same(net)
 
 
-def loaded(rank: int, ours: bool) -> None:
+def loaded(rank: int, optimizing: Optimizing) -> None:
     """A scale that was loaded, by mistake not the same on each rank: the least is taken."""
-    net, model, optimizer, scale = parts("O2", ours, None)
+    net, model, optimizer, scale = parts("O2", optimizing, None)
     for step in range(4):
         if step == BAD:
             state = {**scale.state_dict(), "scale": START * (1 + rank)}
@@ -318,12 +314,12 @@ def loaded(rank: int, ours: bool) -> None:
 
 
 def _starts(rank: int) -> None:
-    for level, ours in ways():
-        starts_differ(rank, level, ours)
-        one_finds_none(rank, level, ours)
-        none_finds_one(rank, level, ours)
-    loaded(rank, True)
-    loaded(rank, False)
+    for level, optimizing in WAYS:
+        starts_differ(rank, level, optimizing)
+        one_finds_none(rank, level, optimizing)
+        none_finds_one(rank, level, optimizing)
+    loaded(rank, ours)
+    loaded(rank, sgd)
 
 
 def test_ranks_start_alike() -> None:
@@ -332,11 +328,11 @@ def test_ranks_start_alike() -> None:
 
 def _statistics(rank: int) -> None:
     """What one rank's forward wrote to a buffer in a step that all skip."""
-    for (level, ours), broadcast in itertools.product(ways(), (True, False)):
+    for (level, optimizing), broadcast in itertools.product(WAYS, (True, False)):
         torch.manual_seed(0)
         layers = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 4)
         net = compiled(nn.Sequential(*layers), level)
-        model, optimizer = DDP(net, broadcast_buffers=broadcast), held(sgd(net), ours)
+        model, optimizer = DDP(net, broadcast_buffers=broadcast), optimizing(net)
         for step in range(4):
             x = torch.randn(4, 8) * (2e5 if step == BAD and rank == 1 else 1.0)
             optimizer.zero_grad()

@@ -1,5 +1,6 @@
 """FSDP2 on processes that talk through gloo: each trains as one process on the global batch."""
 
+import functools
 import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,29 +21,16 @@ from mpcompile.lower.joint import JointPasses, joint_passes
 if not dist.is_available():
     pytest.skip("torch without distributed", allow_module_level=True)
 
-from fsdp_training import (
-    OVERFLOW,
-    Net,
-    Training,
-    everyones,
-    sequential,
-    sgd,
-    shard_blocks,
-    shard_root,
-)
+from ddp_training import OVERFLOW, Training, everyones, ours, sgd
+from fsdp_training import Net, sequential, shard_blocks, shard_root
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 
 pytestmark = pytest.mark.inside
 
-WAYS = [
-    {"make": Net, "shard": shard_blocks},
-    {"make": Net, "shard": shard_root},
-    {"make": sequential, "shard": shard_blocks},
-    {"make": sequential, "shard": shard_root},
-]
-
+training = functools.partial(Training, Net, shard_blocks)
+WAYS = list(itertools.product((Net, sequential), (shard_blocks, shard_root)))
 
 MODES = list(itertools.product(("O1", "O2"), (torch.float16, torch.bfloat16)))
 EACH = list(itertools.product(WAYS, (False, True), MODES))
@@ -53,7 +41,8 @@ SOME += [(WAYS[0], True, MODES[1]), (WAYS[2], True, MODES[0]), (WAYS[1], False, 
 
 def _trains_and_skips(rank: int, rows: list[Any]) -> None:
     for way, first, (level, dtype) in rows:
-        run = Training(**way, compiled_first=first, options={"level": level, "dtype": dtype})
+        order = "mpcompile, engine, optimizer" if first else "engine, mpcompile, optimizer"
+        run = Training(*way, options={"level": level, "dtype": dtype}, order=order)
         run.step()
         run.step()
         plans = compiled_plans(run.model)
@@ -92,7 +81,7 @@ def _keeps_no_casts(rank: int) -> None:
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(graph_function, "joint_passes", passes)
-        Training(options={"level": "O1"}).step()
+        training(options={"level": "O1"}).step()
     assert asked
     assert all(asked)
 
@@ -102,14 +91,10 @@ def test_casts_of_shards_are_not_kept() -> None:
     on_each_rank(_keeps_no_casts)
 
 
-def ours(model: nn.Module) -> torch.optim.Optimizer:
-    return MPOptimizer(sgd(model), emit="eager")
-
-
 def _clipped_by_value(rank: int) -> None:
     """Clipping by value makes an infinite gradient an ordinary one before the step looks."""
     for level, optimizing in itertools.product(("O1", "O2"), (sgd, ours)):
-        run = Training(options={"level": level}, optimizing=optimizing)
+        run = training(options={"level": level}, optimizing=optimizing)
         run.step()
         before = [p.detach().clone() for p in run.model.parameters()]
         run.backward(run.batches(), OVERFLOW if rank == 1 else 1.0)
@@ -125,7 +110,7 @@ def _clipped_by_value(rank: int) -> None:
 
 def _thrown_away(rank: int) -> None:
     """An overflow on one rank whose gradients no step uses lowers the scale of all."""
-    run = Training(options={"level": "O2"})
+    run = training(options={"level": "O2"})
     run.step()
     run.backward(run.batches(), OVERFLOW if rank == 0 else 1.0)
     run.optimizer.zero_grad()
@@ -138,7 +123,7 @@ def _thrown_away(rank: int) -> None:
 def _accumulated(rank: int) -> None:
     """Three batches in a step, of which only the last one exchanges gradients."""
     for level in ("O1", "O2"):
-        run = Training(options={"level": level})
+        run = training(options={"level": level})
         for planted in (None, 0, 1, 2, None):
             before = [p.detach().clone() for p in run.model.parameters()]
             for batch in range(3):
@@ -162,8 +147,8 @@ def _accumulated(rank: int) -> None:
 def _searched(rank: int) -> None:
     """The start of the scale is searched on each rank, and is the least of all afterwards."""
     for level in ("O1", "O2"):
-        for sharding in ({"reshard_after_forward": False}, {"reshard_after_forward": True}):
-            run = Training(options={"level": level, "loss_scale": "dynamic"}, sharding=sharding)
+        for settings in ({"reshard_after_forward": False}, {"reshard_after_forward": True}):
+            run = training(options={"level": level, "loss_scale": "dynamic"}, settings=settings)
             xs = run.batches()
             factor = 2.0**10 if rank == 0 else 1.0  # gradients that fit lower scales only
             run.backward(xs, factor)
@@ -178,7 +163,7 @@ def _searched(rank: int) -> None:
 
 def _searched_in_a_closure(rank: int) -> None:
     """The forward that searches for the scale runs inside of the step; another fits each rank."""
-    run = Training(options={"level": "O1", "loss_scale": "dynamic"}, optimizing=ours)
+    run = training(options={"level": "O1", "loss_scale": "dynamic"}, optimizing=ours)
 
     def closure() -> torch.Tensor:
         run.optimizer.zero_grad()
@@ -200,7 +185,7 @@ def _generated(rank: int) -> None:
         def optimizing(model: nn.Module) -> torch.optim.Optimizer:
             return MPOptimizer(sgd(model), max_grad_norm=0.1, emit="eager")
 
-        run = Training(options={"level": level}, optimizing=optimizing)
+        run = training(options={"level": level}, optimizing=optimizing)
 
         def clip(model: nn.Module, run: Training = run) -> None:
             if model is run.twin:
@@ -229,7 +214,7 @@ def test_loops_in_which_a_rank_overflows() -> None:
 
 
 def _on_four(rank: int) -> None:
-    run = Training(options={"level": "O2"})
+    run = training(options={"level": "O2"})
     run.step()
     run.overflow([2])
     run.step()
@@ -252,9 +237,9 @@ def _reduced_low(rank: int) -> None:
         (torch.bfloat16, "O1", torch.bfloat16, sgd),
         (torch.bfloat16, "O2", torch.bfloat16, ours),
     ):
-        run = Training(
+        run = training(
             options={"level": level, "dtype": dtype},
-            sharding={"mp_policy": MixedPrecisionPolicy(reduce_dtype=low)},
+            settings={"mp_policy": MixedPrecisionPolicy(reduce_dtype=low)},
             optimizing=optimizing,
         )
         with reductions() as seen:
@@ -303,21 +288,21 @@ class Tied(nn.Module):
 
 
 def _settings_of_fsdp(rank: int) -> None:
-    sharding: list[dict[str, Any]] = [
+    settings: list[dict[str, Any]] = [
         {"reshard_after_forward": False},
         {"reshard_after_forward": 2},
         {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
         {"mp_policy": MixedPrecisionPolicy(output_dtype=torch.float32)},
         {"mesh": init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))},
     ]
-    for options in sharding:
-        run = Training(options={"level": "O2"}, sharding=options)
+    for options in settings:
+        run = training(options={"level": "O2"}, settings=options)
         run.step()
         run.step()
         run.overflow([3])
         run.step()
         run.check()
-    tied = Training(make=Tied, shard=shard_root, options={"level": "O2"})
+    tied = Training(Tied, shard_root, options={"level": "O2"})
     tied.step()
     tied.step()
     tied.overflow([1])

@@ -14,7 +14,8 @@ from mpcompile import MPOptimizer, compiled_plans, mpcompile
 if not dist.is_available():
     pytest.skip("torch without distributed", allow_module_level=True)
 
-from fsdp_training import Net, shard_blocks, whole
+from ddp_training import whole
+from fsdp_training import Net, shard_blocks
 from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,

@@ -8,14 +8,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ddp_training import check_same, flat
+from ddp_training import OVERFLOW, Training, check_same, flat
 from low_gradients import Net
 from ranks import on_each_rank
 from torch import nn
 from torch.distributed.tensor.debug import CommDebugMode
-from torch.nn.parallel import DistributedDataParallel
 
-from mpcompile import LossScale, MPOptimizer, mpcompile
+from mpcompile import LossScale, MPOptimizer
 from mpcompile.errors import MPCompileError
 from mpcompile.scaling.copies import copies_of
 
@@ -38,100 +37,64 @@ def zero(parameters: Iterable[torch.Tensor], kind: str, **options: Any) -> ZeroR
     return ZeroRedundancyOptimizer(parameters, optimizer_class=cls, **settings, **options)
 
 
-OVERFLOW = 2
+OVERFLOWS = 2  # the step in which a backward overflows on one rank
 
 
-class Training:
-    """Steps beside a plain FP32 model that sees the data of all ranks; one backward overflows on
-    one rank.
-
-    Args:
-        level: of mpcompile in FP16, or None: the plain model.
-        clears: whether gradients are set to None between steps, else to zeros.
+def train(
+    kind: str, *, level: str | None, generated: bool = True, norm: float | None = None,
+    emit: str = "eager", set_to_none: bool = True, **of_zero: Any,
+) -> nn.Module:  # fmt: skip
+    """Some steps, in FP16 or (without a level) plain; one backward overflows on one rank. Returns
+    the model.
     """
+    cls, settings = CLASSES[kind]
+    scale = LossScale.dynamic(init_scale=2.0**10)
 
-    def __init__(
-        self,
-        kind: str,
-        *,
-        level: str | None,
-        compiled_step: bool,
-        norm: float | None = None,
-        clears: bool = True,
-        emit: str = "eager",
-        **of_zero: Any,
-    ) -> None:
-        torch.manual_seed(0)
-        self.net = Net()
-        self.reference = copy.deepcopy(self.net)
-        self.scale = LossScale.dynamic(init_scale=2.0**10)
-        self.optimizer: Any = zero(self.net.parameters(), kind, **of_zero)
-        if compiled_step:
-            self.optimizer = MPOptimizer(
-                self.optimizer, max_grad_norm=norm, emit=emit, loss_scale=self.scale
-            )
-        if level is not None:
-            scale = self.scale if not compiled_step else "dynamic"
-            mpcompile(self.net, level=level, dtype=torch.float16, emit="eager", strict=True,
-                      loss_scale=scale)  # fmt: skip
-        self.model = DistributedDataParallel(self.net)
-        cls, settings = CLASSES[kind]
-        self.plain: Any = cls(self.reference.parameters(), **settings)
-        self.compiled_step, self.level, self.norm = compiled_step, level, norm
-        self.clears = clears
+    def optimizing(net: nn.Module) -> torch.optim.Optimizer:
+        optimizer = zero(net.parameters(), kind, **of_zero)
+        if not generated:
+            return optimizer
+        return MPOptimizer(optimizer, max_grad_norm=norm, emit=emit, loss_scale=scale)
 
-    def run(self, rank: int, steps: int = 5) -> None:
-        data = torch.randn(steps, 2, 4, 8, generator=torch.Generator().manual_seed(1))
-        for step, xs in enumerate(data):
-            before = flat(self.net)
-            self.optimizer.zero_grad(set_to_none=self.clears)
-            factor = 1e30 if step == OVERFLOW and rank == 0 else 1.0
-            factor = torch.inf if self.level is None and factor > 1 else factor
-            (self.model(xs[rank]).square().mean() * factor).backward()
-            self.optimizer.step()
-            if step == OVERFLOW:
-                assert torch.equal(flat(self.net), before)
-                continue
-            assert not torch.equal(flat(self.net), before), step
-            self.plain.zero_grad()
-            sum(self.reference(x).square().mean() for x in xs).div(2).backward()  # type: ignore[union-attr]
-            if self.norm is not None:
-                wanted = nn.utils.clip_grad_norm_(self.reference.parameters(), self.norm)
-                torch.testing.assert_close(self.optimizer.grad_norm, wanted, rtol=1e-2, atol=0)
-            self.plain.step()
-        self.check()
+    run = Training(
+        options={"level": level, "loss_scale": "dynamic" if generated else scale},
+        order="optimizer, engine" if level is None else "optimizer, mpcompile, engine",
+        optimizing=optimizing, plainly=lambda twin: cls(twin.parameters(), **settings),
+        scales=[scale], set_to_none=set_to_none,
+    )  # fmt: skip
 
-    def check(self) -> None:
-        """The training followed, all ranks are alike, one step was skipped."""
-        assert (self.scale.value, self.scale.skipped_steps) == (2.0**9, 1)
-        mine, wanted = flat(self.net), flat(self.reference)
-        check_same(self.net)
-        assert (mine - wanted).norm() <= (1e-5 if self.level is None else 1e-2) * wanted.norm()
-        # Each rank holds the state of its own partition alone.
-        own = {id(p) for g in self.zero.optim.param_groups for p in g["params"]}
-        assert 0 < len(own) < len(list(self.net.parameters()))
-        assert {id(p) for p in self.zero.optim.state} == own
-        self.net.eval()  # the next forward brings copies up to date
-        self.model(torch.ones(2, 8))
-        for p in self.net.parameters():
-            for known in copies_of(p).values():
-                assert torch.equal(known.tensor, p.to(known.tensor.dtype))
+    def clip(model: nn.Module) -> None:
+        if norm is not None and model is run.twin:
+            wanted = nn.utils.clip_grad_norm_(model.parameters(), norm).float()
+            torch.testing.assert_close(run.optimizer.grad_norm, wanted, rtol=1e-2, atol=0)
 
-    @property
-    def zero(self) -> Any:
-        return self.optimizer.inner if self.compiled_step else self.optimizer
+    for step in range(5):
+        if step == OVERFLOWS:
+            run.overflow([0], factor=torch.inf if level is None else OVERFLOW)
+        else:
+            run.step(clip)
+    run.check(1e-5 if level is None else 1e-2)
+    # Each rank holds the state of its own partition alone.
+    optimizer = run.optimizer.inner if generated else run.optimizer
+    own = {id(p) for g in optimizer.optim.param_groups for p in g["params"]}
+    assert 0 < len(own) < len(list(run.model.parameters()))
+    assert {id(p) for p in optimizer.optim.state} == own
+    run.model.eval()  # the next forward brings copies up to date
+    run.model(torch.ones(2, 8))
+    for p in run.model.parameters():
+        for known in copies_of(p).values():
+            assert torch.equal(known.tensor, p.to(known.tensor.dtype))
+    return run.model
 
 
 def _compiled_steps(rank: int) -> None:
     for kind in CLASSES:
         for norm in (None, 0.1):
-            Training(kind, level=None, compiled_step=True, norm=norm).run(rank)
+            train(kind, level=None, norm=norm)
     for views in (False, True):
         for level in ("O1", "O2"):
-            training = Training("adamw", level=level, compiled_step=True, norm=0.1,
-                                parameters_as_bucket_view=views)  # fmt: skip
-            training.run(rank)
-            assert bool(copies_of(training.net.fc1.weight)) == (level == "O2")
+            model = train("adamw", level=level, norm=0.1, parameters_as_bucket_view=views)
+            assert any(copies_of(p) for p in model.parameters()) == (level == "O2")
     checkpoint(rank)
 
 
@@ -144,8 +107,8 @@ def _plain_steps(rank: int) -> None:
     """Torch calls step hooks for ZeRO and for the optimizer inside of it: both must skip once."""
     for clears in (True, False):
         for views in (False, True):
-            Training("adamw", level="O1", compiled_step=False, clears=clears,
-                     parameters_as_bucket_view=views).run(rank)  # fmt: skip
+            train("adamw", level="O1", generated=False, set_to_none=clears,
+                  parameters_as_bucket_view=views)  # fmt: skip
 
 
 @pytest.mark.slow("trains on ranks")
@@ -154,7 +117,7 @@ def test_plain_zero_skips_once() -> None:
 
 
 def _inductor(rank: int) -> None:
-    Training("adamw", level=None, compiled_step=True, norm=0.1, emit="inductor").run(rank)
+    train("adamw", level=None, norm=0.1, emit="inductor")
 
 
 @pytest.mark.sweep("Inductor on each rank")
