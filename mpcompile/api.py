@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import inspect
 import os
-import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +18,7 @@ from .capture.provenance import Names, names_in
 from .capture.rebound import check_torch, gradients_of_rebound
 from .compiler.backend import compile_graph
 from .devices.registry import is_supported
-from .errors import MPCompileError, MPCompileWarning, did_you_mean, kind_of
+from .errors import MPCompileError, did_you_mean, kind_of, warn
 from .lower.accumulation import accumulate_in_fp32
 from .lower.emitter import check_how
 from .lower.tracing_settings import VALUE_SIZES
@@ -214,7 +213,7 @@ def _compiled_function(
     compile_kwargs: dict[str, Any],
     record: ModelRecord,
     looking_for: Callable[..., ProductsCheck] | None,
-    called: Callable[[int], None],
+    called: Callable[[], None],
     remake: Callable[[], Any],
 ) -> Callable[..., Any]:
     """A compiled function: as a whole with its backward and optimizers, where it goes backward."""
@@ -272,24 +271,21 @@ def _check_again(settings: Settings, module: nn.Module) -> None:
 def _after_call(settings: Settings, record: ModelRecord, module: nn.Module) -> bool:
     """Warn of what the first calls of a module reveal; True once nothing is left to check."""
     if not record.plans:
-        warnings.warn(
+        warn(
             f"mpcompile: no part of {type(module).__name__} was compiled; it ran as plain PyTorch, "
             "in FP32. torch.compile skipped its forward (an unsupported construct at the top of "
-            "it, or compilation is disabled); TORCH_LOGS=graph_breaks tells why",
-            MPCompileWarning,
-            stacklevel=4,
+            "it, or compilation is disabled); TORCH_LOGS=graph_breaks tells why"
         )
         return True
     if not torch.is_grad_enabled():  # an evaluation tells nothing about training
         return False
     for complaint in matched_nothing(settings, record.plans):
-        text = f"mpcompile: {type(module).__name__}: {complaint}"
-        warnings.warn(text, MPCompileWarning, stacklevel=4)
+        warn(f"mpcompile: {type(module).__name__}: {complaint}")
     return True
 
 
 def _after_call_of_function(
-    function: Callable[..., Any], settings: Settings, plans: list[GraphPlan], stacklevel: int
+    function: Callable[..., Any], settings: Settings, plans: list[GraphPlan]
 ) -> None:
     """Warn of what the first training call of a function reveals. Its modules are known only now:
     those that its operators come from.
@@ -299,8 +295,7 @@ def _after_call_of_function(
     paths = dict.fromkeys([*sorted(inner), *(path for one in inner for path in around(one))], "")
     wrong = matching_no_module(settings, name, paths) if paths else ()
     for complaint in (*wrong, *matched_nothing(settings, plans)):
-        text = f"mpcompile: {name}: {complaint}"
-        warnings.warn(text, MPCompileWarning, stacklevel=stacklevel + 1)
+        warn(f"mpcompile: {name}: {complaint}")
 
 
 def matched_nothing(settings: Settings, plans: Sequence[GraphPlan]) -> list[str]:

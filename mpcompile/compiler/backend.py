@@ -7,7 +7,6 @@ unchanged, as a whole, with one warning that says why; under `strict=True` it is
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -15,7 +14,7 @@ from typing import Any
 from torch import fx, nn
 
 from ..capture.breaks import why_it_ends
-from ..errors import CannotRewrite, MPCompileError, MPCompileWarning, in_one_line
+from ..errors import CannotRewrite, MPCompileError, in_one_line, warn
 from ..ir.dtypes import half_of
 from ..ir.parameter_updates import is_update
 from ..lower.tracing_settings import or_broken
@@ -117,11 +116,9 @@ def _compile_or_fall_back(
                 f"this graph can't be rewritten: {reason}. Without strict=True it would be "
                 f"compiled unchanged, {stays}"
             ) from error
-        warnings.warn(
+        warn(
             f"mpcompile left a graph {stays}: {reason}. It is compiled unchanged; pass strict=True "
-            "to make this an error",
-            MPCompileWarning,
-            stacklevel=2,
+            "to make this an error"
         )
         return _leave(gm, example_inputs, settings, reason)
 

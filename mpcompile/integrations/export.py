@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import operator
 import os
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,7 +24,7 @@ from ..capture.surroundings import Around
 from ..compiler.backend import planned_or_why
 from ..compiler.plan_graph import Facts, Planned
 from ..compiler.training import fp32_parameters
-from ..errors import MPCompileError, MPCompileWarning
+from ..errors import MPCompileError, warn
 from ..ir import aten
 from ..planner.target import place_of, target_of
 from ..rules.policy import Level, Policy
@@ -112,7 +111,7 @@ def _rewrite(module: fx.GraphModule, settings: Settings) -> None:
     if isinstance(planned, str):
         raise MPCompileError(f"finalize: {type(module).__name__} can't be rewritten: {planned}")
     for complaint in matched_nothing(settings, [planned.plan]):
-        warnings.warn(f"mpcompile: {complaint}", MPCompileWarning, stacklevel=3)
+        warn(f"mpcompile: {complaint}")
     _use_torchs_own(planned.graph)
     _put_back(module, planned, read, target.low)
 

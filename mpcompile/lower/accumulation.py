@@ -7,12 +7,11 @@ changes it back afterwards, the change stands, with a warning.
 
 from __future__ import annotations
 
-import warnings
 
 import torch
 
 from ..devices.registry import capabilities, supported
-from ..errors import MPCompileWarning
+from ..errors import warn
 
 
 def accumulate_in_fp32() -> None:
@@ -24,10 +23,8 @@ def accumulate_in_fp32() -> None:
 def check_accumulation(device: torch.device, low: torch.dtype) -> None:
     """Warn if sums of products in `low` may be accumulated in `low` on `device`."""
     if (setting := capabilities(device).low_accumulation(low)) is not None:
-        warnings.warn(
+        warn(
             f"{setting} is True: parts of a product's sums may be added in the low dtype. "
             "mpcompile(...) sets it to False; leave it so, or set it to False before the model is "
-            "first called",
-            MPCompileWarning,
-            stacklevel=2,
+            "first called"
         )

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import logging
 import time
-import warnings
 from collections.abc import Collection
 from dataclasses import dataclass
 from dataclasses import replace as with_
@@ -23,7 +22,7 @@ from torch.optim import Optimizer
 
 from .. import logs
 from ..devices.registry import capabilities
-from ..errors import CannotRewrite, MPCompileWarning
+from ..errors import CannotRewrite, warn
 from ..ir.step_config import StepConfig
 from ..torch_inside.dynamo import compile_session
 from ..torch_inside.names import modes_off
@@ -211,7 +210,7 @@ class CompiledSteps:
     def _warn_once(self, about: str, message: str) -> None:
         if about not in self._said:
             self._said.add(about)
-            warnings.warn(message, MPCompileWarning, stacklevel=2)
+            warn(message)
 
 
 def _is_whole(key: StepKey) -> bool:

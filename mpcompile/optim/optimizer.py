@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -13,7 +12,7 @@ import torch
 from torch.optim import Optimizer
 from typing_extensions import Self
 
-from ..errors import CannotRewrite, MPCompileError, MPCompileWarning
+from ..errors import CannotRewrite, MPCompileError, warn
 from ..ranks.zero import is_zero, partition_of, step_with
 from ..scaling import parameters
 from ..scaling.loss_scale import LossScale
@@ -217,12 +216,10 @@ class MPOptimizer(Optimizer):
         # An error of the optimizer's own comes up here.
         self._steps.by_operator(known.key, self._part).run(self._part)
         self.left = str(error)
-        warnings.warn(
+        warn(
             f"MPOptimizer: the step of {name} can't be compiled: {error}. It runs operator by "
             f"operator from now on, as {name} itself does it, between the same checks, and waits "
-            "for the device",
-            MPCompileWarning,
-            stacklevel=5,
+            "for the device"
         )
 
     @property

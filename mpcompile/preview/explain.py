@@ -13,7 +13,6 @@ import functools
 import os
 import re
 import traceback
-import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -34,7 +33,7 @@ from ..compiler.plan_graph import Facts, Planned
 from ..compiler.training import fp32_parameters, scale_for
 from ..devices.cuda import AbsentGPU
 from ..devices.gpus import gpu
-from ..errors import MPCompileError, MPCompileWarning, in_one_line
+from ..errors import MPCompileError, in_one_line, warn
 from ..ir.fakes import fake_twin
 from ..lower.emitter import emit
 from ..lower.joint import JointPasses, joint_passes
@@ -153,7 +152,7 @@ def plan_call(
     if not planner.graphs:
         raise nothing_compiled(type(model).__name__)
     for complaint in matched_nothing(settings, planner.graphs):
-        warnings.warn(f"mpcompile: {complaint}", MPCompileWarning, stacklevel=3)
+        warn(f"mpcompile: {complaint}")
     target = absent or target_of(place_of([*twin.parameters(), *given[0]]), settings.dtype)
     full = settings.level is Level.O0
     return Plan(

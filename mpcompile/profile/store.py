@@ -17,7 +17,6 @@ import json
 import logging
 import os
 import re
-import warnings
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,7 @@ import torch
 from .. import logs
 from ..devices.capabilities import Capabilities
 from ..devices.registry import capabilities, supported
-from ..errors import MPCompileError, MPCompileWarning
+from ..errors import MPCompileError, warn
 from ..stored import replace, restored
 from .cost_model import MEASURED, ORIGINS, Profile, Sample
 
@@ -149,11 +148,7 @@ def _from_cache(device: torch.device) -> Profile | None:
             try:
                 found = read(path)
             except MPCompileError as error:
-                warnings.warn(
-                    f"{error}; it is passed over: delete it, or run mpcompile profile again",
-                    MPCompileWarning,
-                    stacklevel=3,
-                )
+                warn(f"{error}; it is passed over: delete it, or run mpcompile profile again")
             else:
                 if dataclasses.replace(found, samples=(), origin=MEASURED) == empty_profile(device):
                     _loaded[path] = found

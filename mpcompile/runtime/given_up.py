@@ -9,14 +9,13 @@ optimizers, where `torch.compile(backend="mpcompile")` trains.
 from __future__ import annotations
 
 import re
-import warnings
 from collections.abc import Sequence
 from types import CodeType
 from typing import Any
 
 from torch.optim import Optimizer
 
-from ..errors import MPCompileError, MPCompileWarning
+from ..errors import MPCompileError, warn
 from ..plans.plan_text import shortened
 from ..torch_inside.dynamo import whole_of
 from ..torch_inside.names import get_compilation_metrics
@@ -94,7 +93,7 @@ def _say(given_up: Any, known: Sequence[Any]) -> None:
     )
     if _state.strict[code]:
         raise MPCompileError(text)
-    warnings.warn(text, MPCompileWarning, stacklevel=2)
+    warn(text)
 
 
 def _began(metrics: Any) -> int:

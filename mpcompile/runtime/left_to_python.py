@@ -19,7 +19,6 @@ module must not be compiled between the two.)
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -28,7 +27,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..devices.registry import is_supported
-from ..errors import MPCompileError, MPCompileWarning
+from ..errors import MPCompileError, warn
 from ..planner.target import target_of
 from ..plans.graph_plan import GraphPlan
 from ..plans.model_plan import ENOUGH
@@ -75,8 +74,7 @@ class ProductsCheck:
         plans: of the graphs compiled so far.
         dtype: what the user asked for; None: "auto".
         strict: whether it is an error if products run outside of all graphs.
-        called: called after the first training call that was looked at, with the stack level of
-            whoever made it.
+        called: called after the first training call that was looked at.
     """
 
     def __init__(
@@ -87,7 +85,7 @@ class ProductsCheck:
         dtype: torch.dtype | None,
         *,
         strict: bool,
-        called: Callable[[int], None] = lambda level: None,
+        called: Callable[[], None] = lambda: None,
     ) -> None:
         self._called, self._compiled_part = called, compiled_part
         self.due, self.again = True, False
@@ -114,7 +112,7 @@ class ProductsCheck:
         if not self.again:
             self._modes.discard(training)
             if training:
-                self._called(4)
+                self._called()
             if gains and self._said(outside):  # else there is another warning of that
                 self._modes.clear()
         self.due = bool(self._modes)
@@ -144,7 +142,7 @@ class ProductsCheck:
         )
         if self._strict:
             raise MPCompileError(text)
-        warnings.warn(text, MPCompileWarning, stacklevel=5)
+        warn(text)
         return True
 
 

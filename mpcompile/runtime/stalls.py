@@ -8,7 +8,6 @@ optimizers, those of torch are known not to; what a library's own do, nobody her
 from __future__ import annotations
 
 import sys
-import warnings
 from collections.abc import Iterable
 from typing import Any
 
@@ -16,7 +15,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ..errors import MPCompileWarning
+from ..errors import warn
 from ..ir.dtypes import HALF
 from ..scaling import hooks, parameters
 
@@ -43,11 +42,9 @@ def _look(optimizer: Optimizer) -> None:
     if low := [p for p in held if parameters.state_of(p).has_half_graph and p.dtype in HALF]:
         state.looked_for_masters = sys.maxsize
         name, dtype = type(optimizer).__name__, str(low[0].dtype).removeprefix("torch.")
-        warnings.warn(
+        warn(
             f"mpcompile: {name} updates weights that are stored in {dtype} (one of shape "
             f"{tuple(low[0].shape)}), without FP32 masters: an update of less than 0.2% of a "
             f"weight is lost. Use MPOptimizer({name}(...)), which keeps masters, or call "
-            "model.float() before",
-            MPCompileWarning,
-            stacklevel=5,
+            "model.float() before"
         )

@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import math
 import sys
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from time import perf_counter
 from typing import Any
@@ -33,7 +32,7 @@ from torch.optim import Optimizer
 
 from ..capture.provenance import Names
 from ..devices.registry import is_real
-from ..errors import MPCompileWarning
+from ..errors import warn
 from ..ranks import fsdp
 from ..ranks.shards import local
 from ..scaling import hooks, parameters
@@ -63,7 +62,6 @@ class FiniteCheck:
     """
 
     warnings = 0
-    _level = 4  # of the stack, where the user makes the call
     _turn = 0  # which weight or gradient is looked at
 
     def __init__(self, what: str, params: Iterable[torch.Tensor]) -> None:
@@ -140,7 +138,7 @@ class FiniteCheck:
         first, what = self._bad
         before = f" ({self._fine} was still finite)" if self._fine else ""
         text = f"mpcompile: since {self._what} {first}{before}, {what}. {_DIAGNOSE}"
-        warnings.warn(text, MPCompileWarning, stacklevel=self._level)
+        warn(text)
 
 
 def _is_bad(number: Number) -> bool:
@@ -238,8 +236,6 @@ def _before_step(optimizer: Optimizer) -> None:
 
 class _OptimizerWatch(FiniteCheck):
     """Looks at the gradients that an optimizer is about to use: see `FiniteCheck`."""
-
-    _level = 7
 
     def __init__(self, optimizer: Optimizer) -> None:
         held = parameters.parameters_of(optimizer)

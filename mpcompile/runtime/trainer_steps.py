@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import functools
 import sys
-import warnings
 from collections.abc import Callable, Iterator
 from multiprocessing.context import get_spawning_popen
 from typing import Any
@@ -30,7 +29,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..errors import MPCompileError, MPCompileWarning
+from ..errors import MPCompileError, warn
 from ..lower.tracing_settings import is_inlined
 from ..torch_inside.modules import COMPILED_CALL, compiled_call, plain_call, set_compiled_call
 
@@ -116,13 +115,11 @@ def _plain_state(module: nn.Module) -> Any:
     state = {name: value for name, value in state.items() if name not in ours}
     steps = {name: step for name, step in state.items() if isinstance(step, StepCall)}
     if steps and get_spawning_popen() is not None:
-        warnings.warn(
+        warn(
             f"{type(module).__name__} was compiled by mpcompile(), and is sent to another process "
             "as a plain copy, which trains in FP32. Leave mpcompile() out and use "
             "MPCompilePrecision, the plugin: it compiles in the processes that Lightning spawns "
-            '(strategy="ddp_spawn")',
-            MPCompileWarning,
-            stacklevel=1,
+            '(strategy="ddp_spawn")'
         )
     for name, step in steps.items():
         del state[name]

@@ -9,7 +9,6 @@ Nor is a call ours after `module.compile()`, which puts another one in its place
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Iterable
 from typing import Any
@@ -18,7 +17,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from ..errors import MPCompileWarning
+from ..errors import warn
 from ..scaling import hooks, parameters
 from ..torch_inside.modules import compiled_call
 
@@ -83,22 +82,18 @@ def _ended(known: weakref.ref[nn.Module]) -> None:
     module = known()
     call = None if module is None else compiled_call(module)
     if call is not None and not type(call).__module__.startswith("mpcompile."):
-        warnings.warn(
+        warn(
             f"mpcompile: {type(module).__name__}.compile() was called after mpcompile() and took "
             "its place: the module runs in FP32 from now on. Leave it out, or call "
-            "mpcompile(model) after it",
-            MPCompileWarning,
-            stacklevel=5,  # where the user calls `compile`
+            "mpcompile(model) after it"
         )
 
 
 def _warn(module: nn.Module, optimizer: Optimizer) -> None:
     name = type(module).__name__
-    warnings.warn(
+    warn(
         f"mpcompile: {name} was compiled but never called, yet {type(optimizer).__name__} updates "
         "its parameters: it trains as plain PyTorch, in FP32. Only module(x) is compiled. Where a "
         "trainer calls a method: module.training_step = mpcompile(module.training_step), or, "
-        "inside of it, self.net = mpcompile(self.net)",
-        MPCompileWarning,
-        stacklevel=6,  # where the user calls `step`
+        "inside of it, self.net = mpcompile(self.net)"
     )

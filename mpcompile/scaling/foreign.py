@@ -17,7 +17,6 @@ import contextlib
 import functools
 import logging
 import sys
-import warnings
 from types import CodeType, FrameType
 from typing import Any
 
@@ -27,7 +26,7 @@ from torch.optim import Optimizer
 
 from .. import logs
 from ..devices import registry
-from ..errors import MPCompileError, MPCompileWarning
+from ..errors import MPCompileError, warn
 from ..torch_inside.tensors import is_enabled
 from . import parameters
 
@@ -49,13 +48,11 @@ def look_for_scaler(optimizer: Optimizer) -> None:
     frame = frame_of(_SCALERS_STEP)
     scaler: Any = None if frame is None else frame.f_locals.get("self")
     if scaler is not None and scaler.is_enabled():
-        warnings.warn(
+        warn(
             f"a GradScaler steps {type(optimizer).__name__}, whose gradients mpcompile scales, "
             "unscales and checks: two loss scales, and an overflow skips a step under each. Leave "
             "the GradScaler out: loss.backward(), optimizer.step(). Or leave scaling to it: "
-            'mpcompile(..., loss_scale="none")',
-            MPCompileWarning,
-            stacklevel=2,
+            'mpcompile(..., loss_scale="none")'
         )
 
 

@@ -12,7 +12,6 @@ import contextlib
 import copy
 import functools
 import inspect
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -23,7 +22,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from ..errors import MPCompileWarning
+from ..errors import warn
 from ..ranks.zero import is_zero, partition_of
 from ..torch_inside.optimizers import global_hooks, has_hooks
 from . import agreement, foreign, guard, parameters
@@ -181,16 +180,14 @@ def _look_for_gradient(optimizer: Optimizer, *, has_closure: bool) -> None:
     held = parameters.parameters_of(optimizer)
     ours = state.skips_by_itself or any(parameters.scales_of(p) for p in held)
     if ours and held and all(p.grad is None for p in held):
-        say_no_gradient(optimizer, stacklevel=6)
+        say_no_gradient(optimizer)
 
 
-def say_no_gradient(optimizer: Optimizer, stacklevel: int) -> None:
+def say_no_gradient(optimizer: Optimizer) -> None:
     """Say that a step of this optimizer has no gradient."""
     parameters.of_optimizer(optimizer).looked_for_gradient = True
-    warnings.warn(
+    warn(
         f"mpcompile: this step of {type(optimizer).__name__} changes nothing, since none of its "
         "parameters has a gradient: call loss.backward() before step(), and zero_grad() after it. "
-        "Or are these the parameters of another model?",
-        MPCompileWarning,
-        stacklevel=stacklevel,
+        "Or are these the parameters of another model?"
     )

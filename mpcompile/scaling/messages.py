@@ -9,7 +9,6 @@ graphs are finite, and the gradient that came back is not, then that is the loss
 from __future__ import annotations
 
 import logging
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +16,7 @@ from typing import Any
 import torch
 
 from .. import logs
-from ..errors import MPCompileWarning
+from ..errors import warn
 from .overflows import any_nonfinite
 from .scale_search import after_backward
 
@@ -95,26 +94,22 @@ class Messages:
         """Warn of steps that were skipped one after the other, unless of the lowest scale."""
         if not (self.row or self.floor):
             self.row = True
-            warnings.warn(
+            warn(
                 f"{steps} optimizer steps in a row were skipped: gradients were not finite. The "
                 f"loss scale is {scale:g}, and may still fall until they fit. If it goes on, "
                 "mpcompile.diagnose(model, inputs, loss_fn=...) names what overflows, and what to "
-                "keep in FP32.",
-                MPCompileWarning,
-                stacklevel=2,
+                "keep in FP32."
             )
 
     def at_floor(self, lowest: float) -> None:
         """Warn that the scale can't get lower, where nothing more is known."""
         if not self.floor:
             self.floor = True
-            warnings.warn(
+            warn(
                 f"the loss scale is at its floor ({lowest:g}) and gradients still "
                 "overflow: the model itself makes inf or nan. mpcompile.diagnose(model, inputs, "
                 "loss_fn=...) names where; try dtype=torch.bfloat16, or Policy(modules={...: "
-                "'fp32'}) for the part that overflows.",
-                MPCompileWarning,
-                stacklevel=2,
+                "'fp32'}) for the part that overflows."
             )
 
 

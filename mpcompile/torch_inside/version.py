@@ -8,10 +8,9 @@ import importlib.metadata
 import importlib.util
 import re
 import sys
-import warnings
 from pathlib import Path
 
-from ..errors import MPCompileError, MPCompileWarning
+from ..errors import MPCompileError, warn
 
 OLDEST = (2, 12)
 NEWEST = (2, 14)  # that mpcompile was tested with; a newer one is warned of
@@ -36,12 +35,10 @@ def warn_if_untested(version: str) -> None:
     """Warn of a torch that is newer than `NEWEST`: once, before the first compile."""
     if is_untested(version):
         newest = ".".join(map(str, NEWEST))
-        warnings.warn(
+        warn(
             f"mpcompile: torch {version} is newer than {newest}, the newest that mpcompile was "
             "tested with. What is compiled is verified at its first call; `mpcompile check` says "
-            "what is missing",
-            MPCompileWarning,
-            stacklevel=2,
+            "what is missing"
         )
 
 
@@ -51,7 +48,7 @@ def warn_of_version(version: str) -> None:
         check_torch_version(version)
     except MPCompileError as error:
         # Compiling is refused later. What fails before that, on import, is explained by this.
-        warnings.warn(f"mpcompile: {error}", MPCompileWarning, stacklevel=4)
+        warn(f"mpcompile: {error}")
 
 
 def release(version: str) -> tuple[int, int]:

@@ -15,7 +15,6 @@ import logging
 import platform
 import shutil
 import threading
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,7 +27,7 @@ from .. import ir, logs
 from .._version import __version__
 from ..devices.cxx import said
 from ..devices.registry import capabilities, is_supported
-from ..errors import MPCompileError, MPCompileWarning
+from ..errors import MPCompileError, warn
 from ..stored import replace
 from ..torch_inside.inductor import setting, write_program
 from ..torch_inside.names import cache_dir
@@ -198,7 +197,7 @@ class Verdicts:
             raise MPCompileError(f"strict=True: compiled wrongly: {text}")
         if not _said.is_set():
             _said.set()
-            warnings.warn(f"mpcompile: compiled wrongly: {text}", MPCompileWarning, stacklevel=2)
+            warn(f"mpcompile: compiled wrongly: {text}")
 
     def text(self) -> str:
         """What is known of each graph."""

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import functools
 import types
-import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ..capture.breaks import users_frame
 from ..capture.rebound import gradients_of_rebound
-from ..errors import CannotRewrite, MPCompileError, MPCompileWarning, in_one_line
+from ..errors import CannotRewrite, MPCompileError, in_one_line, warn
 from ..lower.tracing_settings import wait_for_others, were_set
 from ..optim.eager import op_by_op
 from ..optim.shadow import StateAppeared
@@ -50,8 +49,7 @@ class TrainStep:
         settings: the user's.
         compile_kwargs: others of `torch.compile`.
         plans: takes the plan of each graph.
-        called: called after the first call for which the whole is compiled, with the stack level
-            of whoever made it.
+        called: called after the first call for which the whole is compiled.
         remake: makes another one of the same function.
     """
 
@@ -62,7 +60,7 @@ class TrainStep:
         settings: Settings,
         compile_kwargs: Mapping[str, Any],
         plans: list[GraphPlan],
-        called: Callable[[int], None],
+        called: Callable[[], None],
         remake: Callable[[], TrainStep],
     ) -> None:
         functools.update_wrapper(self, function)
@@ -71,7 +69,7 @@ class TrainStep:
         self._once = compile_in_pieces(_with_code_of_its_own(function), True)
         self._own = _with_code_of_its_own(function)
         self._plans = plans
-        self._called: Callable[[int], None] | None = called
+        self._called: Callable[[], None] | None = called
         self._ran_once: list[GraphPlan] = []  # plans of pieces that ran only once
         self._backend = WholeBackend(settings, plans)
         whole = compiled_by(self._backend, self._own, **{**compile_kwargs, "fullgraph": True})
@@ -156,17 +154,15 @@ class TrainStep:
         self._ran_once.clear()
         if self._called is not None:
             called, self._called = self._called, None
-            called(3)
+            called()
 
     def _leave(self, cause: Exception, args: Any, kwargs: Any) -> Any:
         """Run in pieces from now on."""
         result = self._pieces(*args, **kwargs)  # an error of the program's own comes up here
         self.left = _reason(cause)
-        warnings.warn(
+        warn(
             f"mpcompile: {self._name} runs in pieces (forward, backward and step apart), since it "
-            f"can't be compiled as a whole: {self.left}",
-            MPCompileWarning,
-            stacklevel=3,
+            f"can't be compiled as a whole: {self.left}"
         )
         return result
 

@@ -80,7 +80,7 @@ class WholeBackend:
         check_here()
         uncalled.reached(example_inputs)
         for optimizer in stepped_without_gradient(gm.graph):
-            hooks.say_no_gradient(optimizer, stacklevel=2)
+            hooks.say_no_gradient(optimizer)
         _check(example_inputs, settings)
         try:
             program = StepProgram(gm, example_inputs, settings, self.varying)

@@ -16,7 +16,7 @@ from mpcompile.rules.op_names import op_key
 from mpcompile.rules.table import TABLE
 
 PACKAGES = ("mpcompile", "passes", "benchmarks")
-SAYS = ("MPCompileError", "CannotRewrite", "warnings.warn", "self._warn_once")
+SAYS = ("MPCompileError", "CannotRewrite", "warn", "self._warn_once")
 LONGEST_FILE, LONGEST_FUNCTION, LONGEST_REPEAT = 400, 60, 5
 
 

@@ -54,8 +54,7 @@ def warned(module: Any, optimizer: torch.optim.Optimizer) -> list[str]:
         warnings.simplefilter("always", MPCompileWarning)
         fit(module, optimizer)
     ours = [w for w in caught if w.category is MPCompileWarning]
-    if not isinstance(optimizer, MPOptimizer):  # whose step lies a few frames further down
-        assert all(w.filename == __file__ for w in ours)
+    assert all(w.filename == __file__ for w in ours)
     return [str(w.message) for w in ours]
 
 
