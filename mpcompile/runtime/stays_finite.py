@@ -82,8 +82,18 @@ class FiniteCheck:
         self._calls += 1
         return self._calls >= self._next
 
-    def _done(self, began: float) -> None:
-        """What was to be done in a call is done: plan the next look."""
+    def _see(self, params: Sequence[torch.Tensor], look: Callable[[], None]) -> None:
+        """Do what is to be done in a call: take in what has arrived, have `look` look, and plan the
+        next look.
+
+        Args:
+            params: those that are trained.
+        """
+        began = perf_counter()
+        self._hear(params)
+        if not self._over:
+            look()
+            self._hear(params)
         now, number = perf_counter(), self._calls
         # Not this one alone, which something else on the machine may have held up.
         self._took = min(now - began, 2 * self._took)
@@ -112,11 +122,7 @@ class FiniteCheck:
             self._later = self._calls, AsyncRead(*values), bad, is_part
 
     def _hear(self, params: Iterable[torch.Tensor]) -> None:
-        """Take in what has arrived, and warn once it was bad twice in a row.
-
-        Args:
-            params: those that are trained.
-        """
+        """Take in what has arrived, and warn once it was bad twice in a row."""
         later = self._later
         if later is None or (numbers := later[1].read()) is None:
             return
@@ -189,12 +195,7 @@ class StepFiniteCheck(FiniteCheck):
             weights: what it trains.
             skipped: 0-d bools: whether its optimizers' steps were skipped.
         """
-        began = perf_counter()
-        self._hear(weights)
-        if not self._over:
-            self._look_at(results, weights, skipped)
-            self._hear(weights)
-        self._done(began)
+        self._see(weights, lambda: self._look_at(results, weights, skipped))
 
     def _look_at(
         self, results: Sequence[Any], weights: Sequence[torch.Tensor],
@@ -243,18 +244,14 @@ class _OptimizerWatch(FiniteCheck):
 
     def see(self, optimizer: Optimizer) -> None:
         """Look at a step in which `comes` says so."""
-        began, held = perf_counter(), parameters.parameters_of(optimizer)
-        # Else it isn't ours, or a loss scale judges its gradients.
-        if any(parameters.state_of(p).names for p in held) and not any(
-            map(parameters.scales_of, held)
-        ):
-            self._hear(held)
-            if not self._over:
-                self._look_at(optimizer, held)
-                self._hear(held)
-        self._done(began)
+        held = parameters.parameters_of(optimizer)
+        self._see(held, lambda: self._look_at(optimizer, held))
 
     def _look_at(self, optimizer: Optimizer, held: Sequence[torch.Tensor]) -> None:
+        if not any(parameters.state_of(p).names for p in held) or any(
+            map(parameters.scales_of, held)
+        ):  # it isn't ours, or a loss scale judges its gradients
+            return
         gradients = [p.grad for p in held if p.grad is not None]
         if not gradients or isinstance(gradients[0], FakeTensor):
             return

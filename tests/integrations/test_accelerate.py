@@ -250,14 +250,6 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 # -- one object at a time --------------------------------------------------------------------------
 
 
-def test_a_model_and_an_optimizer_by_themselves() -> None:
-    accelerator = by_ours({"level": "O2"}, compile_optimizers=True)
-    model = accelerator.prepare_model(nn.Linear(4, 4))
-    assert compiled_in(model) == [model]
-    optimizer = accelerator.prepare_optimizer(sgd(model))
-    assert isinstance(optimizer.optimizer, MPOptimizer)
-
-
 def test_an_optimizer_is_compiled_with_the_options_that_it_shares_with_the_model() -> None:
     told: dict[str, Any] = {"mode": "default", "options": {"epilogue_fusion": False}}
     told |= {"emit": "inductor", "verify": False}

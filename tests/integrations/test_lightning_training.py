@@ -64,39 +64,6 @@ def test_training_follows_fp32(way: str, clipped: str) -> None:
     assert optimizer.param_groups[0]["lr"] == 0.1 * 0.5**2  # the scheduler's
 
 
-class ClipsAtTimes(Scheduled):
-    """Clips in every second batch."""
-
-    def configure_gradient_clipping(
-        self, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None
-    ) -> None:
-        if self.global_step % 2:
-            self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
-
-
-class ClipsAtFirst(Callback):
-    """Takes the clipping back after the first epoch."""
-
-    def on_train_epoch_end(self, trainer: Any, module: Any) -> None:
-        trainer.gradient_clip_val = None
-
-
-@pytest.mark.slow("trains by a trainer of others")
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("way", [way for way in WAYS if "compiled" in way])
-@pytest.mark.parametrize("by", ["a hook", "a callback"])
-def test_clipping_that_changes_while_training_is_heeded(by: str, way: str) -> None:
-    kind = ClipsAtTimes if by == "a hook" else Scheduled
-    options: dict[str, Any] = {**CLIPPED["norm"]}
-    if by == "a callback":
-        options["callbacks"] = [ClipsAtFirst()]
-    plain = fitted(made(kind), **options)
-    module = fitted(made(kind), **options, **plugin(way))
-    assert 0 < distance(module, plain) < CLOSE
-    for always in ("norm", "not"):
-        assert distance(plain, fitted(made(Scheduled), **CLIPPED[always])) > 4 * CLOSE
-
-
 class Watching(Callback):
     """Notes the parameters after each batch."""
 

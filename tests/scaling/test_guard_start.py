@@ -89,19 +89,6 @@ def test_grad_scalers_start_is_there_by_name(caplog: pytest.LogCaptureFixture) -
     assert 3 <= loss_scale_of(model).skipped_steps < 6
 
 
-def test_a_loss_that_is_not_finite_finds_no_scale() -> None:
-    """The first batch may be broken: the second backward finds it, then."""
-    model = mpcompile(mlp(), **FP16)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    before = parameters(model)
-    (model(torch.randn(4, 8)).sum() * float("nan")).backward()
-    optimizer.step()
-    assert_unchanged(before, model)
-    optimizer.zero_grad()
-    model(torch.randn(4, 8)).sum().backward()
-    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
-
-
 def test_a_training_that_fits_at_a_scale_below_one() -> None:
     model = mpcompile(mlp(), **FP16)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-9)
@@ -121,22 +108,6 @@ def test_a_weight_written_before_a_backward_that_does_not_read_it() -> None:
         loss.backward()
     found, wanted = (net[0].weight.grad for net in nets)
     assert 0 < (found - wanted).norm() < 0.01 * wanted.norm()
-
-
-def test_a_search_that_fails_is_followed_by_another() -> None:
-    model = mpcompile(mlp(), **FP16)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    before = parameters(model)
-    (model(torch.randn(4, 8)).sum() * OVERFLOW).backward()
-    optimizer.step()
-    assert_unchanged(before, model)
-    assert loss_scale_of(model).fitting
-    optimizer.zero_grad()
-    (model(torch.ones(4, 8)).sum() * 2.0**8).backward()
-    optimizer.step()
-    assert not loss_scale_of(model).fitting
-    assert loss_scale_of(model).value < 2.0**10
-    assert loss_scale_of(model).skipped_steps == 1
 
 
 def test_a_model_that_fits_at_no_scale_stops_to_search() -> None:
@@ -160,7 +131,7 @@ def test_a_model_that_fits_at_no_scale_stops_to_search() -> None:
 
 @pytest.mark.parametrize("whole", [False, True])
 @pytest.mark.parametrize("level", ["O1", "O2"])
-@pytest.mark.parametrize("factor", [0.0, math.inf, math.nan])
+@pytest.mark.parametrize("factor", [0.0, OVERFLOW, math.inf, math.nan])
 def test_a_first_batch_without_a_usable_gradient_finds_nothing(
     factor: float, level: str, whole: bool
 ) -> None:
