@@ -7,7 +7,6 @@ changes it back afterwards, the change stands, with a warning.
 
 from __future__ import annotations
 
-
 import torch
 
 from ..devices.registry import capabilities, supported
