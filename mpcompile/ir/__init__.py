@@ -77,15 +77,12 @@ from .memory import (
 )
 from .shapes import hint, known_equal, known_multiple, same_shape
 from .step_config import (
-    add_slot,
-    become_tensor,
-    call,
-    inline,
+    because,
     part,
-    scalar_slot,
     set_slot,
     slot_of,
     slots,
+    traced,
     writes,
 )
 from .text import frames, line, module_path, render, source, type_text
@@ -113,7 +110,6 @@ from .values import (
     op_name,
     requires_grad,
     rule,
-    set_dtype,
     set_value,
     shape,
     tensor,

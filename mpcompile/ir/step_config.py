@@ -1,5 +1,5 @@
 """The vocabulary of a generated optimizer step: its inputs (`Slot`), its settings, and its graph:
-which input is which slot, what it writes, calls added to it.
+which input is which slot, what it writes, how it is traced.
 
 A graph of a step has no outputs. Its inputs are the tensors it reads and writes, each named by a
 `Slot`; its effect is the set of its `copy_` nodes. There are two kinds: one decides (whether to
@@ -8,22 +8,23 @@ skip, by what to clip, how the loss scale moves), the others update parameters.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import contextlib
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import torch
 from torch import fx
-from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.node import map_arg
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 
 from ..ranks.shards import Connected
 from ..torch_inside.graphs import rename
-from .edit import add_input, cut, new_call
+from ..torch_inside.names import FakeTensor, autocast_off
+from .edit import cut
 from .marks import Role, added, set_mark
 from .scale import ScaleRule
-from .values import aten, fake_mode, value
+from .values import aten
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,7 @@ class CopyLayout:
 
 @dataclass(frozen=True)
 class StepConfig:
-    """The settings of one step, as its passes see them.
+    """The settings of one step, as its graphs are made for them.
 
     Attributes:
         gradients: one for each parameter of the step.
@@ -145,30 +146,6 @@ def slot_of(node: fx.Node) -> Slot:
     return found
 
 
-def scalar_slot(graph: fx.Graph, wanted: Slot, dtype: torch.dtype) -> fx.Node:
-    """The 0-d input `wanted`, on the device of the others; added if it isn't there yet."""
-    known = slots(graph)
-    if wanted not in known:
-        device = value(next(iter(known.values()))).device
-        with fake_mode(graph):
-            return add_slot(graph, wanted, torch.empty((), dtype=dtype, device=device))
-    return known[wanted]
-
-
-def become_tensor(node: fx.Node) -> None:
-    """Turn an input that is a symbolic number into a 0-d FP64 tensor of that number."""
-    device = value(next(iter(slots(node.graph).values()))).device
-    with fake_mode(node.graph):
-        node.meta["val"] = torch.empty((), dtype=torch.float64, device=device)
-
-
-def add_slot(graph: fx.Graph, wanted: Slot, value: torch.Tensor) -> fx.Node:
-    """Add an input after the last one."""
-    node = add_input(graph, str(wanted), value)
-    set_slot(node, wanted)
-    return node
-
-
 def writes(graph: fx.Graph) -> list[tuple[fx.Node, fx.Node, fx.Node]]:
     """What a step's graph writes: (the `copy_` node, the input it writes, the value)."""
     found = graph.find_nodes(op="call_function", target=aten.copy_.default)
@@ -186,35 +163,36 @@ def part(
     return graph, new
 
 
-def call(graph: fx.Graph, target: Any, *args: Any, why: str, **kwargs: Any) -> fx.Node:
-    """Add a call to a step's graph at its insertion point, with its value and its reason."""
-    node = new_call(graph, target, *args, **kwargs)
-    set_mark(node, added(Role.STEP, why))
-    return node
-
-
-def inline(
-    graph: fx.Graph,
-    function: Callable[[Mapping[Slot, torch.Tensor]], Mapping[Slot, torch.Tensor]],
-    inputs: Mapping[Slot, fx.Node],
-    *,
-    why: str,
-) -> dict[Slot, fx.Node]:
-    """Trace a function of named tensors, add its nodes at the insertion point of a step's graph.
-    Returns the nodes of its results; a result that is an input of the function is that input.
+def traced(
+    function: Callable[[Mapping[Slot, torch.Tensor]], None], inputs: Mapping[Slot, torch.Tensor]
+) -> fx.GraphModule:
+    """The graph of a function that writes to some of these tensors, which are FakeTensors. An input
+    that it doesn't need is none of the graph.
     """
-    named: dict[Slot, torch.Tensor] = {}
 
-    def run(*values: torch.Tensor) -> list[torch.Tensor]:
-        named.update(function(dict(zip(inputs, values, strict=True))))
-        return [*named.values()]
+    def run(*values: torch.Tensor) -> tuple[()]:
+        function(dict(zip(inputs, values, strict=True)))
+        return ()
 
-    with fake_mode(graph), torch.no_grad():
-        body = make_fx(run)(*map(value, inputs.values())).graph
-    known = dict(zip(body.find_nodes(op="placeholder"), inputs.values(), strict=True))
-    for node in body.nodes:
-        if node.op == "call_function":
-            args, kwargs = map_arg((node.args, node.kwargs), known.__getitem__)
-            known[node] = call(graph, node.target, *args, why=why, **kwargs)
-    results: Any = body.output_node().args[0]
-    return {slot: known[result] for slot, result in zip(named, results, strict=True)}
+    mode = next(v.fake_mode for v in inputs.values() if isinstance(v, FakeTensor))
+    with mode, torch.no_grad(), autocast_off():
+        gm: fx.GraphModule = make_fx(run)(*inputs.values())
+    gm.graph.eliminate_dead_code()
+    for node, slot in zip(gm.graph.find_nodes(op="placeholder"), inputs, strict=True):
+        set_slot(node, slot)
+        if not node.users:
+            gm.graph.erase_node(node)
+    gm.recompile()
+    return gm
+
+
+@contextlib.contextmanager
+def because(why: str) -> Iterator[None]:
+    """Give the calls that are traced in this context a reason."""
+    mode = get_proxy_mode()
+    assert mode is not None
+    nodes = mode.tracer.graph.nodes
+    last = next(iter(reversed(nodes)))
+    yield
+    for node in itertools.takewhile(lambda node: node is not last, reversed(nodes)):
+        set_mark(node, added(Role.STEP, why))

@@ -122,12 +122,6 @@ def shape(node: fx.Node) -> tuple[Size, ...]:
     return tuple(value(node).shape)
 
 
-def set_dtype(node: fx.Node, dtype: torch.dtype) -> None:
-    """Change the dtype of an input."""
-    with fake_mode(node.graph):
-        set_value(node, like(value(node), dtype=dtype))
-
-
 def set_value(node: fx.Node, value: torch.Tensor) -> None:
     """Replace the value of an input, to change its dtype or shape."""
     node.meta["val"] = value

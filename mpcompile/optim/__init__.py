@@ -9,7 +9,8 @@ trace.py          the optimizer's own step becomes a graph
 shadow.py         the object that runs the step while it is traced
 elementwise.py    whether it may run on shards of parameters
 kinds.py          which parameters it does the same to, and their graph
-updates.py        what it does to the parameters: traced, and rewritten by `passes/step`
+rewrite.py        its graph: nothing is read on the host, a skipped step writes nothing new
+updates.py        what it does to the parameters: traced, rewritten, for each kind
 traced_step.py    a step as graphs, and what it keeps
 decide.py         whether to skip, by what to clip, how the loss scales move
 compiled.py       a graph becomes a function

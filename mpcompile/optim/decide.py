@@ -26,7 +26,6 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from .. import ir
 from ..devices.registry import capabilities
-from ..ir import aten
 from ..ir.fakes import like
 from ..ir.scale import STATE_DTYPES, ScaleState, settled
 from ..ir.step_config import FACTOR, NORM, SKIPPED, Slot, StepConfig
@@ -95,23 +94,20 @@ def graph_of_decision(config: StepConfig, inputs: _Values) -> fx.GraphModule:
     Args:
         inputs: a tensor like each of them. A vector may have any length.
     """
-    graph, known = fx.Graph(), dict[Slot, fx.Node]()
-    with FakeTensorMode():
-        for slot, value in inputs.items():
-            known[slot] = graph.placeholder(str(slot))
-            ir.set_slot(known[slot], slot)
-            known[slot].meta["val"] = like(value)
-    places = dict(known)
-    with graph.inserting_before(graph.output(())):
+
+    def decide(values: _Values) -> None:
+        known = dict(values)
         for stage, why in _STAGES:
-            known |= ir.inline(graph, functools.partial(stage, config), known, why=why)
-        for slot in written_by_decision(config):
-            if known[slot] is not places[slot]:
-                ir.call(graph, aten.copy_.default, places[slot], known[slot], why="what is decided")
-    graph.eliminate_dead_code()
-    for unused in (n for n in places.values() if not n.users):  # a static scale's
-        graph.erase_node(unused)
-    return fx.GraphModule({}, graph)
+            with ir.because(why):
+                known.update(stage(config, known))
+        with ir.because("what is decided"):
+            for slot in written_by_decision(config):
+                if known[slot] is not values[slot]:
+                    values[slot].copy_(known[slot])
+
+    with FakeTensorMode():
+        fakes = {slot: like(value) for slot, value in inputs.items()}
+    return ir.traced(decide, fakes)
 
 
 class Decision:

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from ..torch_inside.optimizers import without_wrappers
 from .first_state import with_gradients
-from .masters import follow, in_fp32, is_low
+from .masters import followed, in_fp32, is_low
 from .members import StepKey
 
 _this_once = ContextVar("this_once", default=False)
@@ -54,7 +54,8 @@ def eager_step(
         true = [t * factor for t in true]
     low = [m.param for m in key.members if m.updated and is_low(m.param)]
     with in_fp32(optimizer) as wide:
-        follow(low, [wide[p] for p in low])
+        for p in low:
+            wide[p].copy_(followed(p, wide[p]))
         params = [wide.get(m.param, m.param) for m in key.members]
         with with_gradients(params, true):
             without_wrappers(type(optimizer).step)(optimizer)

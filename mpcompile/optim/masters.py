@@ -3,7 +3,7 @@
 It is the mirror of O2's working copies (`scaling/copies.py`). There the model's parameter is the
 master; here it is the copy, and its master is in the optimizer's state, beside FP32 moments:
 
-    p: bf16, the model's   <--write_copies--   state[p]["master"]: f32   <--   the traced step
+    p: bf16, the model's   <--   state[p]["master"]: f32   <--   the traced step
 
 What others write to the parameter stays: `load_state_dict`, an initialiser, a write through
 `p.data`. The step compares each element with the master. Where the master, rounded, is another
@@ -15,7 +15,7 @@ evaluation) loses nothing.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -58,10 +58,9 @@ def make_masters(optimizer: Optimizer, params: Iterable[torch.Tensor]) -> None:
             entries[MASTER] = param.detach().float()
 
 
-def follow(params: Sequence[torch.Tensor], masters: Sequence[torch.Tensor]) -> None:
-    """Give masters the values that someone else than a step has written to their parameters."""
-    for param, master in zip(params, masters, strict=True):
-        master.copy_(torch.where(master.to(param.dtype) == param, master, param.float()))
+def followed(param: torch.Tensor, master: torch.Tensor) -> torch.Tensor:
+    """A master with the values that someone else than a step has written to its parameter."""
+    return torch.where(master.to(param.dtype) == param, master, param.to(master.dtype))
 
 
 @contextlib.contextmanager

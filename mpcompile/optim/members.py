@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import sympy
@@ -125,6 +126,11 @@ class StepKey:
     def checked(self) -> bool:
         """Whether a gradient that is not finite skips the step."""
         return any(scale.active for scale in self.scales)
+
+    @cached_property
+    def is_wide(self) -> bool:
+        """Whether some gradient is FP64, and so is the factor by which all are clipped."""
+        return any(gradient.dtype is torch.float64 for gradient in self.gradients)
 
 
 class Stored(NamedTuple):

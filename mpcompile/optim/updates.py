@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -20,8 +20,6 @@ from .. import ir, logs
 from ..devices.registry import capabilities
 from ..ir.dtypes import HALF
 from ..ir.step_config import CopyLayout, Slot, StepConfig
-from ..passes.step.reads import lift_numbers, take_gradients
-from ..passes.step.writes import predicate_writes, write_copies
 from ..plans.compile_log import Dump, trace_step
 from ..ranks.shards import local
 from ..scaling.copies import WorkingCopy
@@ -30,17 +28,9 @@ from .kinds import ParametersMix, graph_of_one, kinds_of
 from .masters import entries_of, is_low, updated_by
 from .members import Member, Setting, StepKey
 from .rests_on import OfStep
+from .rewrite import rewritten
 from .shadow import own_values
 from .trace import Trace, trace
-
-StepPass = Callable[[fx.GraphModule, StepConfig], bool]
-
-STEP_PASSES: tuple[StepPass, ...] = (
-    lift_numbers,  # first: it changes the traced step only
-    take_gradients,  # from here on they are as they are stored
-    predicate_writes,  # before the copies, which copy the kept values
-    write_copies,
-)
 
 _OF_ONE = ("param", "grad", "state", "copy")
 
@@ -50,7 +40,7 @@ class UpdateGraph:
     """A graph that updates parameters.
 
     Attributes:
-        graph: rewritten by all passes.
+        graph: as `rewrite.py` makes it.
         calls: for which parameters it is called, each time for as many as it updates.
     """
 
@@ -67,7 +57,7 @@ class Updates:
     """What an optimizer does to its parameters, traced over those of one key.
 
     Args:
-        dump: directory for each graph after every pass, or None.
+        dump: directory for each graph, as traced and rewritten, or None.
         varying: settings whose floats are inputs of the graphs.
         together: one graph updates all, by multi-tensor operators where the device has them.
         before: serves for others: these serve for those, too.
@@ -99,17 +89,18 @@ class Updates:
         # `_foreach_*` takes no 0-d tensors as numbers.
         self._foreach = together and multi_tensor and not varying
         self._proved = False
+        everyone = range(len(key.members))
         start = time.perf_counter()
         if key.connected is not None:
             check_state(key.members, optimizer)
-        traced = self._trace_over(optimizer, range(len(key.members)))
+        traced = self._trace_over(optimizer, everyone)
         gm = traced.graph
         if key.connected is not None:
             refuse_mixing(gm.graph, key.members)
         values = map(ir.tensor, gm.graph.nodes)
         self.rounds = any(value.dtype in HALF for value in values if value is not None)
         spent = time.perf_counter() - start
-        self._together = self._rewritten(gm, config, spent) if together else None
+        self._together = self._rewritten(gm, config, everyone, spent) if together else None
         self.traces: Sequence[Trace] = [*before.traces, traced] if before else [traced]
         self._of: dict[object, fx.GraphModule] = dict(before._of) if before else {}
         self._known: dict[object, int] = dict(before._known) if before else {}
@@ -138,35 +129,29 @@ class Updates:
                 raise ParametersMix
             if layout in self._of or not members[i].updated:
                 continue
-            gradients, copies = config.gradients[i : i + 1], config.copies[i : i + 1]
-            like = kind, gradients[0].dtype, copies
+            like = kind, config.gradients[i].dtype, config.copies[i]
             if like not in of_kind:
-                one = replace(config, gradients=gradients, copies=copies)
-                of_kind[like] = self._rewritten(graph_of_one(gm, i), one, spent)
+                of_kind[like] = self._rewritten(graph_of_one(gm, i), config, (i,), spent)
             self._of[layout] = of_kind[like]
 
-    def _rewritten(self, gm: fx.GraphModule, config: StepConfig, spent: float) -> fx.GraphModule:
-        """A traced step after every pass, in place; if asked to, the graph after each is dumped."""
-        record = Dump(self._dump, "step") if self._dump is not None else None
-        if record:
+    def _rewritten(
+        self, gm: fx.GraphModule, config: StepConfig, members: Sequence[int], spent: float
+    ) -> fx.GraphModule:
+        """A traced step as it is run; if asked to, both are dumped."""
+        start = time.perf_counter()
+        update = rewritten(gm, config, members)
+        seconds = time.perf_counter() - start
+        if self._dump is not None:
+            record = Dump(self._dump, "step")
             record.stage("traced", gm, spent)
-        for pass_ in STEP_PASSES:
-            start = time.perf_counter()
-            changed = pass_(gm, config)
-            spent = time.perf_counter() - start
-            gm.graph.lint()
-            if changed:
-                logs.event(
-                    "passes", logging.DEBUG, "step_pass",
-                    "%(name)s changed the optimizer's step, in %(seconds).3f s",
-                    name=pass_.__name__, seconds=spent, nodes=len(gm.graph.nodes),
-                )  # fmt: skip
-            if record:
-                record.stage(pass_.__name__, gm, spent)
-        gm.graph.eliminate_dead_code()
-        gm.recompile()
-        trace_step(gm)
-        return gm
+            record.stage("rewritten", update, seconds)
+        logs.event(
+            "passes", logging.DEBUG, "step_pass",
+            "%(name)s changed the optimizer's step, in %(seconds).3f s",
+            name="rewritten", seconds=seconds, nodes=len(update.graph.nodes),
+        )  # fmt: skip
+        trace_step(update)
+        return update
 
     def of(self, optimizer: Optimizer, key: StepKey) -> list[UpdateGraph] | None:
         """The updates of a step for this key; None if it must be traced."""
@@ -211,7 +196,7 @@ def _layout(optimizer: Optimizer, key: StepKey, i: int) -> tuple[object, ...]:
         name: _stored(local(v)) if isinstance(v, torch.Tensor) else repr(v)
         for name, v in entries_of(optimizer, member.param).items()
     }
-    grad = key.strides[i], key.gradients[i].dtype
+    grad = key.strides[i], key.gradients[i].dtype, key.is_wide
     marks = tuple(sorted(own_values(member.param).items(), key=repr))
     return member.group, repr(marks), _stored(held), grad, copy, tuple(state.items())
 

@@ -129,8 +129,7 @@ def _lines_that_count(path: Path) -> list[tuple[int, str]]:
 # Other vocabularies than the table's, which is pre-dispatch ATen.
 OTHER_VOCABULARIES = {
     "passes/joint": "AOTAutograd's joint graph, after Inductor's decompositions",
-    "passes/step": "a traced optimizer step, functional",
-    "mpcompile/optim": "the same",
+    "mpcompile/optim": "a traced optimizer step, functional",
     "mpcompile/lower/inference.py": "the same, and whole training steps",
     "mpcompile/plans/partitioned.py": "the forward graph that AOTAutograd parts from the joint",
 }

@@ -6,14 +6,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from steps import DYNAMIC, STATIC
 
 from mpcompile import ir
-from mpcompile.ir.scale import STATE_DTYPES, ScaleState
+from mpcompile.ir.scale import STATE_DTYPES, ScaleRule, ScaleState
 from mpcompile.ir.step_config import FACTOR, NORM, SKIPPED, Gradient, Slot, StepConfig
 from mpcompile.optim.decide import decided, graph_of_decision, norms_of, written_by_decision
 from mpcompile.ranks.shards import Connected
 
+DYNAMIC, STATIC = ScaleRule(min_scale=1.0), ScaleRule("static")
 F32, F64, BF16 = torch.float32, torch.float64, torch.bfloat16
 OF_0, OF_1, OF_BOTH = Gradient(F32, (0,)), Gradient(F32, (1,)), Gradient(F32, (0, 1))
 

@@ -226,9 +226,11 @@ def test_the_gradients_are_left_as_they_were() -> None:
 def test_double_parameters(emit: str) -> None:
     """What the class computes in FP64, it computes in FP64."""
     tensors = [torch.randn(s, dtype=torch.float64) for s in [(3, 4), ()]]
-    twins = Twins(functools.partial(decayed, eps=1e-3), [*tensors, torch.randn(5)], emit=emit)
+    make = functools.partial(decayed, eps=1e-3)
+    twins = Twins(make, [*tensors, torch.randn(5)], emit=emit, max_grad_norm=0.1)
+    twins.step_clipped(0.1, [None, None, torch.randn(5)])
     for _ in range(3):
-        twins.step()
+        twins.step_clipped(0.1)
     assert {p.dtype for p in twins.mine} == {torch.float64, torch.float32}
     twins.agree()
 
