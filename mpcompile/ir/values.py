@@ -18,7 +18,6 @@ from ..rules.op_names import op_key
 from ..rules.table import TABLE
 from ..torch_inside.graphs import schema
 from ..torch_inside.names import FakeTensor, FakeTensorMode, HigherOrderOperator, OpOverload
-from .fakes import like
 from .shapes import Size
 
 aten = torch.ops.aten

@@ -65,7 +65,7 @@ class MPOptimizer(Optimizer):
         mode, options: Inductor's, as in `torch.compile`.
         verify: compare what Inductor compiles, at its first call, with the same graph run operator
             by operator, and put right what is wrong; False: don't; "always": at every call.
-        dump: directory for the graphs of the step after every pass.
+        dump: directory for the graphs of the step, as traced and as rewritten.
 
     Attributes:
         skipped: 0-d bool on the device: whether the last step was skipped.

@@ -23,13 +23,12 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from ..ranks.shards import is_sharded, local
-from ..ranks.zero import is_zero
+from ..ranks.shards import is_sharded, local, place_gradient
 from ..scaling import parameters
 from ..scaling.loss_scale import LossScale
 from ..scaling.parameters import parameters_of
 from ..torch_inside.names import TensorGuards
-from .members import Member, Stored, members_of
+from .members import Member
 from .shadow import own_values
 from .trace import Trace
 
@@ -153,27 +152,23 @@ def of_key(optimizer: Optimizer, scales: Sequence[LossScale], *, sharded: bool) 
             lambda _: [parameters.changes(), *map(_RULE, scales)],
             optimizer,
         ),
-        Fact("other gradients", lambda o: _gradients(o, sharded=sharded), optimizer)
-        if sharded or is_zero(optimizer)
-        else Gradients(optimizer),
+        Gradients(optimizer, sharded=sharded),
     )
 
 
-def _gradients(optimizer: Optimizer, *, sharded: bool) -> list[object]:
-    """The parameters that have a gradient, and how it is stored."""
-    members = members_of(optimizer, sharded=sharded)
-    return [(m.group, id(m.param), m.updated, Stored.of(m.param)) for m in members]
-
-
 class Gradients(Fact):
-    """The same where parameters are whole and all of them are updated: see `_gradients`."""
+    """The parameters that have a gradient, and how it is stored.
 
-    def __init__(self, optimizer: Optimizer) -> None:
-        self._changed = "other gradients"
+    Args:
+        sharded: whether some parameters may be DTensors. Their gradients are then placed like them.
+    """
+
+    def __init__(self, optimizer: Optimizer, *, sharded: bool = False) -> None:
+        self._changed, self._sharded = "other gradients", sharded
         self._params = parameters_of(optimizer)
         self._lengths = [len(group["params"]) for group in optimizer.param_groups]
         self._sizes = [*map(_SIZE, self._params)]
-        grads = [*map(_GRAD, self._params)]
+        grads = self._now(self._params)
         self._missing = [grad is None for grad in grads]
         self._taking_part = [
             not none and size > 0 for none, size in zip(self._missing, self._sizes, strict=True)
@@ -182,10 +177,17 @@ class Gradients(Fact):
         # A sparse gradient, whose layout is another, has no strides.
         self._stored = Alike(found, DTYPE_AND_LAYOUT, STRIDE)
 
+    def _now(self, params: Sequence[torch.Tensor]) -> list[Any]:
+        if not self._sharded:
+            return [*map(_GRAD, params)]
+        for param in params:
+            place_gradient(param)
+        return [None if p.grad is None else local(p.grad) for p in params]
+
     def holds(self, now: Optimizer) -> bool:
         lists = [group["params"] for group in now.param_groups]
         params = [*itertools.chain.from_iterable(lists)]
-        grads = [*map(_GRAD, params)]
+        grads = self._now(params)
         return (
             [*map(len, lists)] == self._lengths
             and all(map(operator.is_, params, self._params))

@@ -168,6 +168,8 @@ def _computed(node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     target: Any = node.target
     if target in _ARITHMETIC:
         return target(*args)
+    if target in _OF_NUMBERS and len(args) == 2 and not kwargs:
+        return target.overloadpacket(*args)
 
     def wide(b: torch.Tensor) -> torch.Tensor:  # the operator rounds once, in the wider dtype
         return b.to(ir.dtype(node))
@@ -179,10 +181,8 @@ def _computed(node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
             return a + wide(b) / c * s
         case aten.addcmul.default, (a, b, c), {"value": s}:
             return a + wide(b) * c * s
-        case aten.lerp.Scalar, (a, b, s), {}:
+        case aten.lerp.Scalar, (a, b, s), _:
             return a + (b - a) * s
-        case _, _, {} if target in _OF_NUMBERS:
-            return target.overloadpacket(*args)
     if isinstance(target, OpOverload):
         raise CannotRewrite(f"it needs a number read from a tensor in {target.name()}")
     raise CannotRewrite(f"it computes {target} of a setting that changes")

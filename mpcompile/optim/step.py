@@ -95,7 +95,7 @@ class _Bound:
     Args:
         slots: its inputs, among those of the step.
         held: the tensors that are the same in every step.
-        numbers: those that another program leaves for this one; they are held, too.
+        numbers: those that another call leaves for this one; they are held, too.
     """
 
     def __init__(
@@ -137,20 +137,6 @@ class _Bound:
         return self._run(arguments)
 
 
-class _AtOnce:
-    """The numbers of several calls: those that differ between them as vectors.
-
-    Args:
-        columns: for each input the tensor of all calls, or a list of those of each.
-    """
-
-    def __init__(self, program: Program, columns: Sequence[Any]) -> None:
-        self._run, self._columns = program.run, columns
-
-    def __call__(self, gradients: Sequence[torch.Tensor]) -> None:
-        self._run([torch.stack(c) if type(c) is list else c for c in self._columns])
-
-
 def _together(cut: Cut, held: Mapping[Slot, torch.Tensor], emit: Emit) -> _Call:
     """One update of all parameters, on a device on which each write of a number is a kernel."""
     first, last = Program.of(cut.numbers, emit), Program.of(cut.rest, emit)
@@ -174,13 +160,14 @@ def _calls_of(updates: UpdateGraph, held: Mapping[Slot, torch.Tensor], emit: Emi
         cut = without_numbers(updates.graph, returned=together)
     if cut is not None and together:
         return [_together(cut, held, emit)]
-    calls: Sequence[_Call] = ()
+    before: list[_Call] = []
     kept: Sequence[Mapping[Slot, torch.Tensor]] = [{}] * len(updates.calls)
-    if cut is not None:
-        calls, kept = _numbers(cut.numbers, updates, held, emit)
-    program = Program.of(cut.rest if cut is not None else updates.graph, emit)
+    graph = updates.graph
+    if cut is not None and (found := _numbers(cut.numbers, updates, held, emit)) is not None:
+        graph, before, kept = cut.rest, [found[0]], found[1]
+    program = Program.of(graph, emit)
     slots = [[in_call(slot, call) for slot in program.slots] for call in updates.calls]
-    return [*calls, *(_Bound(program, s, held, k) for s, k in zip(slots, kept, strict=True))]
+    return [*before, *(_Bound(program, s, held, k) for s, k in zip(slots, kept, strict=True))]
 
 
 def _is_together(updates: UpdateGraph, held: Mapping[Slot, torch.Tensor]) -> bool:
@@ -191,31 +178,37 @@ def _is_together(updates: UpdateGraph, held: Mapping[Slot, torch.Tensor]) -> boo
 
 def _numbers(
     gm: fx.GraphModule, updates: UpdateGraph, held: Mapping[Slot, torch.Tensor], emit: Emit
-) -> tuple[Sequence[_Call], Sequence[Mapping[Slot, torch.Tensor]]]:
-    """The calls that compute the numbers of all calls, and where each of these finds its own."""
+) -> tuple[_Call, Sequence[Mapping[Slot, torch.Tensor]]] | None:
+    """A call that computes the numbers of all calls at once, those that differ between them as
+    vectors, and where each call finds its own. None: each computes its own, as where a parameter is
+    a number itself.
+    """
     places = {ir.slot_of(n): ir.value(n) for n in gm.graph.find_nodes(op="placeholder")}
     made = [slot for slot in places if slot.kind == "number"]
     slots = [[in_call(slot, call) for slot in places] for call in updates.calls]
     columns = [*zip(*slots, strict=True)]
     differ = [i for i, column in enumerate(columns) if len({*column}) > 1]
+    vectors = [i for i, slot in enumerate(places) if differ and (i in differ or slot in made)]
+    known = all(slot in held or slot in made for column in columns for slot in column)
+    if not known or not serves_vectors(gm, vectors):
+        return None
     device = next(iter(held.values())).device
     size = (len(slots),) if differ else ()
     memory = {s: torch.empty(size, dtype=places[s].dtype, device=device) for s in made}
+    tensors = {**held, **memory}
+    arguments = [
+        [tensors[slot] for slot in column] if i in differ else tensors[column[0]]
+        for i, column in enumerate(columns)
+    ]
+    run = Program.of(gm, emit, vectors).run
+
+    def call(gradients: Sequence[torch.Tensor]) -> None:
+        run([torch.stack(one) if type(one) is list else one for one in arguments])
+
     if not differ:  # a learning rate, say
-        return [_Bound(Program.of(gm, emit), slots[0], held, memory)], [memory] * len(slots)
+        return call, [memory] * len(slots)
     each = zip(*(vector.unbind() for vector in memory.values()), strict=True)
-    kept = [dict(zip(made, own, strict=True)) for own in each]
-    vectors = [i for i, slot in enumerate(places) if i in differ or slot in memory]
-    if all(slot in held for i in differ for slot in columns[i]) and serves_vectors(gm, vectors):
-        arguments = [
-            [held[slot] for slot in column] if i in differ
-            else memory[column[0]] if column[0] in memory else held[column[0]]
-            for i, column in enumerate(columns)
-        ]  # fmt: skip
-        return [_AtOnce(Program.of(gm, emit, vectors), arguments)], kept
-    program = Program.of(gm, emit)
-    calls = zip(slots, kept, strict=True)
-    return [_Bound(program, own, held, numbers) for own, numbers in calls], kept
+    return call, [dict(zip(made, own, strict=True)) for own in each]
 
 
 def _flattened(tensor: torch.Tensor) -> torch.Tensor:

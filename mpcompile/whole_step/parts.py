@@ -75,7 +75,7 @@ def cut(graph: fx.Graph) -> list[StepPart]:
             run.append(node)
             continue
         found += _parts_of_run(run, before, grad)
-        grad, run = _mode_after(run, grad), []
+        grad, run = _modes(run, grad)[-1], []
         if node.op != "output":
             kinds: dict[object, Kind] = {BACKWARD: "backward", STEP: "step"}
             found.append(StepPart.of([node], kind=kinds.get(node.target, "plain"), grad=grad))
@@ -101,10 +101,11 @@ def _parts_of_run(run: list[fx.Node], before: set[fx.Node], grad: bool) -> list[
     The forward begins and ends in the same grad mode, in the same autocast region, and outside of
     any functorch transform.
     """
+    modes = _modes(run, grad)
+    plain = [StepPart.of([n], kind="plain", grad=m) for n, m in zip(run, modes, strict=False)]
     needed = [i for i, node in enumerate(run) if node in before]
     if not needed:
-        return _plain(run, grad)
-    modes = [_mode_after(run[:i], grad) for i in range(len(run) + 1)]
+        return plain
     levels = [0, *accumulate(map(nesting, run))]
     entered = ((n.target is ENTER_AUTOCAST) - (n.target is EXIT_AUTOCAST) for n in run)
     regions = [0, *accumulate(entered)]
@@ -122,24 +123,16 @@ def _parts_of_run(run: list[fx.Node], before: set[fx.Node], grad: bool) -> list[
             "no_grad, autocast or a transform begins amid a forward and ends after its backward"
         )
     start, end = window
-    return [
-        *_plain(run[:start], grad),
-        StepPart.of(run[start:end], kind="forward", grad=modes[start]),
-        *_plain(run[end:], modes[end]),
-    ]
+    forward = StepPart.of(run[start:end], kind="forward", grad=modes[start])
+    return [*plain[:start], forward, *plain[end:]]
 
 
-def _plain(nodes: list[fx.Node], grad: bool) -> list[StepPart]:
-    modes = [_mode_after(nodes[:i], grad) for i in range(len(nodes))]
-    return [StepPart.of([n], kind="plain", grad=m) for n, m in zip(nodes, modes, strict=True)]
-
-
-def _mode_after(nodes: Iterable[fx.Node], grad: bool) -> bool:
-    """The grad mode after these nodes, which begin in the mode `grad`."""
+def _modes(nodes: Iterable[fx.Node], grad: bool) -> list[bool]:
+    """The grad mode before each of these nodes, which begin in the mode `grad`, and after them."""
+    found = [grad]
     for node in nodes:
-        if node.target is SET_GRAD_ENABLED:
-            grad = bool(node.args[0])
-    return grad
+        found.append(bool(node.args[0]) if node.target is SET_GRAD_ENABLED else found[-1])
+    return found
 
 
 def _all_after(graph: fx.Graph, nodes: Iterable[fx.Node]) -> set[fx.Node]:
