@@ -53,6 +53,10 @@ def test_hooks_of_either_object_and_of_torch_run_once_in_each_step() -> None:
         handle.remove()
     once = ["global pre", "inner pre", "outer pre", "inner post", "outer post"]
     assert seen == once * 2
+    inner.register_step_post_hook(note("late"))  # it runs around the step, and is no part of it
+    twins.optimizer.step()
+    assert seen[-1] == "late"
+    assert twins.optimizer.compilations == 1
 
 
 def test_a_hook_before_the_step_may_change_the_gradients() -> None:

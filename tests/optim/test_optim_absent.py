@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from as_written import AsWritten
+from as_written import MakesState
 from ranks import on_each_rank
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -260,16 +260,6 @@ def test_a_step_that_chooses_by_parameter() -> None:
     check(twins)
 
 
-class Late(AsWritten):
-    """Makes its state in the step."""
-
-    def update(self, group: dict[str, Any], p: Any, state: dict[str, Any]) -> None:
-        if "m" not in state:
-            state["m"] = p.grad.clone()
-        state["m"].lerp_(p.grad, 0.1)
-        p.sub_(state["m"] * group["lr"])
-
-
 class Partly(AdamW):
     """Makes some of its state in the step."""
 
@@ -289,7 +279,7 @@ class Partly(AdamW):
 @pytest.mark.parametrize(
     "make",
     [
-        Late,
+        MakesState,
         functools.partial(Partly, lr=0.1),
         functools.partial(SGD, lr=0.1, momentum=0.9, dampening=0.5),
     ],

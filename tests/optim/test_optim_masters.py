@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from as_written import AsWritten
+from as_written import MakesState
 from torch import nn
 from torch.optim import SGD, Adafactor, AdamW, Muon, NAdam, Optimizer, RMSprop
 
@@ -123,14 +123,6 @@ def test_operator_by_operator() -> None:
             both.step()
     both.step()
     both.agree()
-
-
-class MakesState(AsWritten):
-    """A user's: it makes its state in the first step."""
-
-    def update(self, group: dict[str, Any], p: Any, state: dict[str, Any]) -> None:
-        mean = state.setdefault("mean", torch.zeros_like(p))
-        p.add_(mean.lerp_(p.grad, 0.5), alpha=-group["lr"])
 
 
 def test_state_of_a_users_class_is_fp32() -> None:

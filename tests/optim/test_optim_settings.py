@@ -160,22 +160,6 @@ def test_state_thrown_away_starts_again() -> None:
     assert twins.optimizer.state[twins.mine[0]]["step"] == 2
 
 
-def test_a_hook_that_is_registered_compiles_nothing_again() -> None:
-    """Hooks run around the step and are no part of it."""
-    p = torch.nn.Parameter(torch.ones(4))
-    optimizer = MPOptimizer(torch.optim.SGD([p], lr=0.5), emit="eager")
-    called: list[bool] = []
-    for _ in range(2):
-        p.grad = torch.ones(4)
-        optimizer.step()
-        optimizer.inner.register_step_post_hook(lambda *_: called.append(True))
-    p.grad = torch.ones(4)
-    optimizer.step()
-    assert optimizer.compilations == 1
-    assert called
-    torch.testing.assert_close(p.detach(), torch.full((4,), -0.5))
-
-
 # -- gradients --------------------------------------------------------------------------------
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from as_written import AsWritten
+from as_written import AsWritten, MakesState
 from ranks import on_each_rank
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -234,7 +234,7 @@ def tensor_parallel(rank: int) -> None:
     follows(net, reference, norm=0.5)
     net, reference = copy.deepcopy(begun), copy.deepcopy(begun)
     _distributed(net, mesh, {name: (placement,) for name, placement in BY_ROW.items()})
-    follows(net, reference, norm=0.5, make=LateState)
+    follows(net, reference, norm=0.5, make=MakesState)
     net, reference = copy.deepcopy(begun), copy.deepcopy(begun)
     _distributed(net.fc1, mesh, {"weight": (Shard(0),), "bias": (Shard(0),)})
     with pytest.raises(MPCompileError, match="max_grad_norm needs the norm over all processes"):
@@ -292,16 +292,6 @@ class WholeState(AsWritten):
     def update(self, group: dict[str, Any], p: Any, state: dict[str, Any]) -> None:
         state.setdefault("seen", torch.zeros(p.shape))
         p.sub_(p.grad)
-
-
-class LateState(AsWritten):
-    """Makes its state inside its first step, elementwise."""
-
-    def update(self, group: dict[str, Any], p: Any, state: dict[str, Any]) -> None:
-        if "sum" not in state:
-            state["sum"] = torch.zeros_like(p)
-        state["sum"].add_(p.grad)
-        p.sub_(state["sum"], alpha=0.1)
 
 
 REFUSED = (Normalised, ByPosition, WholeState, torch.optim.Muon, torch.optim.Adafactor)

@@ -12,7 +12,7 @@ from unittest import mock
 
 import pytest
 import torch
-from as_written import AsWritten
+from as_written import MakesState
 from repository import ROOT
 from run_apart import ran
 from torch import nn
@@ -235,18 +235,9 @@ def test_why_a_step_is_compiled(facts: Facts) -> None:
     assert {one["name"] for one in steps} == {"rewritten"}
 
 
-class Unforeseen(AsWritten):
-    """Makes a tensor of its own in its first step."""
-
-    def update(self, group: dict[str, Any], p: Any, state: dict[str, Any]) -> None:
-        if "sum" not in state:
-            state["sum"] = torch.zeros_like(p)
-        p.sub_(state["sum"].add_(p.grad) * group["lr"])
-
-
 def test_a_step_that_runs_by_operator(facts: Facts) -> None:
     model = mpcompile(net(), dtype=torch.bfloat16, emit="eager")
-    train(model, MPOptimizer(Unforeseen(model.parameters(), 1e-3), emit="eager"), 1.0, 1.0)
+    train(model, MPOptimizer(MakesState(model.parameters(), 1e-3), emit="eager"), 1.0, 1.0)
     assert [one["event"] for one in facts("optim")] == ["by_operator", "compiled"]
 
 

@@ -22,3 +22,11 @@ class AsWritten(Optimizer):
     def update(self, group: dict[str, Any], p: torch.Tensor, state: dict[str, Any]) -> None:
         """One parameter, which has a gradient."""
         raise NotImplementedError
+
+
+class MakesState(AsWritten):
+    """It makes its state, an average of the gradients, in its first step."""
+
+    def update(self, group: dict[str, Any], p: Any, state: dict[str, Any]) -> None:
+        mean = state.setdefault("mean", torch.zeros_like(p))
+        p.add_(mean.lerp_(p.grad, 0.5), alpha=-group["lr"])

@@ -104,6 +104,14 @@ class Run:
     def adamw(self, parameters: Any, **settings: Any) -> Any:
         return self.optimizer(torch.optim.AdamW(parameters, lr=1e-2), **settings)
 
+    def classifier(
+        self, make: Callable[..., Any] | None = None, **settings: Any
+    ) -> tuple[nn.Sequential, Any, Callable[..., torch.Tensor]]:
+        """A classifier, its optimizer, by default SGD, and the forward that gives its loss."""
+        model = self.model(net())
+        optimizer = (make or Run.sgd)(self, model.parameters(), **settings)
+        return model, optimizer, self.loss_of(model)
+
     @staticmethod
     def usual(
         loss_of: Callable[..., Any],

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from whole_steps import BOTH, O1, O1_MP, SETTINGS, Run, Setting, agree, agree_left, batches, net
+from whole_steps import BOTH, O1, O1_MP, SETTINGS, Run, Setting, agree, agree_left, batches
 
 pytestmark = pytest.mark.slow("compiles whole steps of several kinds, against FP64")
 
@@ -17,10 +17,9 @@ Change = Callable[[Run, nn.Sequential, torch.optim.Optimizer], Any]
 
 def program(change: Change) -> Callable[[Run], Step]:
     def build(run: Run) -> Step:
-        model = run.model(net())
-        optimizer = run.sgd(model.parameters())
+        model, optimizer, loss_of = run.classifier()
         change(run, model, optimizer)
-        return run.usual(run.loss_of(model), optimizer)
+        return run.usual(loss_of, optimizer)
 
     return build
 

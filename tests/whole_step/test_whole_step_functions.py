@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from whole_steps import BOTH, O1, O1_MP, SETTINGS, Run, Setting, agree, batches, net, traces
+from whole_steps import BOTH, O1, O1_MP, SETTINGS, Run, Setting, agree, batches, traces
 
 from mpcompile import mpcompile
 
@@ -18,12 +18,10 @@ Step = Callable[..., Any]
 
 
 class Trainer:
-    """A training step as a method."""
+    """A training step as a method, and as a call."""
 
     def __init__(self, run: Run) -> None:
-        self.model = run.model(net())
-        self.optimizer = run.sgd(self.model.parameters())
-        self.loss_of = run.loss_of(self.model)
+        self.model, self.optimizer, self.loss_of = run.classifier()
 
     def step(
         self, x: torch.Tensor, y: torch.Tensor, f: torch.Tensor, *, weight: float = 1.0
@@ -34,12 +32,7 @@ class Trainer:
         self.optimizer.zero_grad()
         return loss.detach()
 
-    def __call__(self, *args: Any) -> torch.Tensor:
-        loss = self.loss_of(*args)
-        loss.backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return loss.detach()
+    __call__ = step
 
 
 KINDS: dict[str, Callable[[Run], Step]] = {

@@ -45,10 +45,8 @@ def after(before: Callable[..., None]) -> Callable[[Run], Callable[..., torch.Te
     """A plain program, `before` which something was done with its model and optimizer."""
 
     def program(run: Run) -> Callable[..., torch.Tensor]:
-        model = run.model(net())
-        optimizer = run.sgd(model.parameters())
+        model, optimizer, loss_of = run.classifier()
         before(model, optimizer)
-        loss_of = run.loss_of(model)
 
         def step(x: torch.Tensor, y: torch.Tensor, f: torch.Tensor) -> torch.Tensor:
             optimizer.zero_grad()  # first: what Dynamo sees of parameters first is the optimizer

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 from torch.optim import lr_scheduler
-from whole_steps import BOTH, O1_MP, O2, SETTINGS, Run, Setting, agree, batches, net
+from whole_steps import BOTH, O1_MP, O2, SETTINGS, Run, Setting, agree, batches
 
 pytestmark = [
     pytest.mark.inside,
@@ -15,13 +15,6 @@ pytestmark = [
 ]
 
 Step = Callable[..., Any]
-
-
-def trained(run: Run, make: Callable[..., Any], **settings: Any) -> Any:
-    """A model, its optimizer, and a function that gives a loss."""
-    model = run.model(net())
-    optimizer = make(run, model.parameters(), **settings)
-    return model, optimizer, run.loss_of(model)
 
 
 def rounding(setting: Setting) -> dict[str, float]:
@@ -36,7 +29,7 @@ def rounding(setting: Setting) -> dict[str, float]:
 @pytest.mark.parametrize("bad", [None, 1], ids=["", "overflow"])
 def test_micro_batches_in_a_loop(setting: Setting, bad: int | None) -> None:
     def program(run: Run) -> Step:
-        _, optimizer, loss_of = trained(run, Run.sgd)
+        _, optimizer, loss_of = run.classifier()
 
         def step(x: torch.Tensor, y: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
             total = torch.zeros(())
@@ -63,7 +56,7 @@ def test_micro_batches_in_a_loop(setting: Setting, bad: int | None) -> None:
 
 
 def accumulating(run: Run) -> Step:
-    _, optimizer, loss_of = trained(run, Run.sgd)
+    _, optimizer, loss_of = run.classifier()
 
     def step(x: torch.Tensor, y: torch.Tensor, f: torch.Tensor, last: bool) -> torch.Tensor:
         loss = loss_of(x, y, f) / 2
@@ -109,7 +102,7 @@ SCHEDULERS: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("make", [Run.adamw, Run.sgd])
 def test_a_schedule_outside(setting: Setting, name: str, make: Any) -> None:
     def program(run: Run) -> Step:
-        _, optimizer, loss_of = trained(run, make)
+        _, optimizer, loss_of = run.classifier(make)
         scheduler = SCHEDULERS[name](optimizer)
         run.before.update(dict.fromkeys(range(1, 6), scheduler.step))
         return run.usual(loss_of, optimizer)
@@ -125,8 +118,8 @@ def test_a_schedule_outside(setting: Setting, name: str, make: Any) -> None:
 def test_a_tensor_is_the_learning_rate(setting: Setting) -> None:
     def program(run: Run) -> Step:
         lr = torch.tensor(1e-2)
-        _, optimizer, loss_of = trained(
-            run, lambda run, p: run.optimizer(torch.optim.AdamW(p, lr=lr))
+        _, optimizer, loss_of = run.classifier(
+            lambda run, p: run.optimizer(torch.optim.AdamW(p, lr=lr))
         )
         run.before[2] = lambda: optimizer.param_groups[0]["lr"].mul_(0.1)
         run.before[3] = lambda: optimizer.param_groups[0].update(lr=torch.tensor(1e-3))
@@ -141,7 +134,7 @@ def test_a_tensor_is_the_learning_rate(setting: Setting) -> None:
 @pytest.mark.parametrize("of", ["model", "list"])
 def test_clipping_in_the_function(setting: Setting, how: str, of: str) -> None:
     def program(run: Run) -> Step:
-        model, optimizer, loss_of = trained(run, Run.sgd)
+        model, optimizer, loss_of = run.classifier()
         listed = list(model.parameters())
 
         def step(x: torch.Tensor, y: torch.Tensor, f: torch.Tensor) -> Any:
@@ -170,7 +163,7 @@ def test_clipping_in_the_function(setting: Setting, how: str, of: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_clipping_by_the_optimizer(level: str, dtype: torch.dtype) -> None:
     def program(run: Run) -> Step:
-        _, optimizer, loss_of = trained(run, Run.sgd, max_grad_norm=0.1)
+        _, optimizer, loss_of = run.classifier(max_grad_norm=0.1)
         return run.usual(loss_of, optimizer)
 
     bad = {2: 1e30} if dtype is torch.float16 else {}
@@ -185,7 +178,7 @@ def test_clipping_by_the_optimizer(level: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("by", ["optimizer", "model"])
 def test_zero_grad(setting: Setting, to_none: bool, where: str, by: str) -> None:
     def program(run: Run) -> Step:
-        model, optimizer, loss_of = trained(run, Run.adamw)
+        model, optimizer, loss_of = run.classifier(Run.adamw)
         zeroed = optimizer if by == "optimizer" else model
 
         def step(x: torch.Tensor, y: torch.Tensor, f: torch.Tensor) -> torch.Tensor:
@@ -210,7 +203,7 @@ def test_gradients_are_returned(setting: Setting) -> None:
     """What `p.grad` is where it is read, not what it was before the call, nor afterwards."""
 
     def program(run: Run) -> Step:
-        model, optimizer, loss_of = trained(run, Run.sgd)
+        model, optimizer, loss_of = run.classifier()
 
         def step(x: torch.Tensor, y: torch.Tensor, f: torch.Tensor) -> Any:
             loss_of(x, y, f).backward()

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from whole_steps import BOTH, Run, Setting, batches, net
+from whole_steps import BOTH, Run, Setting, batches
 
 Step = Callable[..., Any]
 BATCHES = batches(6, factors={1: 1e30, 4: 1e30})  # one skip before, one after
@@ -15,9 +15,8 @@ BATCHES = batches(6, factors={1: 1e30, 4: 1e30})  # one skip before, one after
 def started(setting: Setting, *, whole: bool, seed: int) -> tuple[Run, Step]:
     torch.manual_seed(seed)
     run = Run(whole, setting)
-    model = run.model(net())
-    optimizer = run.adamw(model.parameters())
-    return run, run.step(run.usual(run.loss_of(model), optimizer))
+    _, optimizer, loss_of = run.classifier(Run.adamw)
+    return run, run.step(run.usual(loss_of, optimizer))
 
 
 def saved(run: Run) -> io.BytesIO:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from whole_steps import BOTH, SETTINGS, Run, Setting, agree, agree_left, batches, net
+from whole_steps import BOTH, SETTINGS, Run, Setting, agree, agree_left, batches
 
 pytestmark = pytest.mark.slow("compiles whole steps of several kinds, against FP64")
 
@@ -39,9 +39,7 @@ def decay(model: nn.Module) -> None:
 
 def writing(write: Write, when: str) -> Callable[[Run], Step]:
     def program(run: Run) -> Step:
-        model = run.model(net())
-        optimizer = run.sgd(model.parameters())
-        loss_of = run.loss_of(model)
+        model, optimizer, loss_of = run.classifier()
 
         def step(x: torch.Tensor, y: torch.Tensor, f: torch.Tensor) -> torch.Tensor:
             for _ in range(2 if when == "between" else 1):
@@ -85,24 +83,8 @@ def test_parameters_are_written_before_a_forward(setting: Setting, write: Write,
 
 @BOTH
 def test_two_steps_in_one_function(setting: Setting) -> None:
-    def program(run: Run) -> Step:
-        model = run.model(net())
-        optimizer = run.sgd(model.parameters())
-        loss_of = run.loss_of(model)
-
-        def step(x: torch.Tensor, y: torch.Tensor, f: torch.Tensor) -> Any:
-            losses = []
-            for i in range(2):
-                loss = loss_of(x, y, f if i else f * 0.5)
-                loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                losses.append(loss.detach())
-            return losses
-
-        return step
-
-    run = agree(program, batches(4, factors={2: 1e30}), setting)
+    nothing = writing(lambda model: None, "between")
+    run = agree(nothing, batches(4, factors={2: 1e30}), setting)
     assert run.scale.skipped_steps == 2
 
 
@@ -110,7 +92,7 @@ def test_two_steps_in_one_function(setting: Setting) -> None:
 @pytest.mark.parametrize("how", ["lerp", "foreach", "swa"])
 def test_an_average_of_the_weights(setting: Setting, how: str) -> None:
     def program(run: Run) -> Step:
-        model = run.model(net())
+        model, optimizer, loss_of = run.classifier()
         average = run.model(copy.deepcopy(model).requires_grad_(False))
 
         @torch.no_grad()
@@ -126,7 +108,7 @@ def test_an_average_of_the_weights(setting: Setting, how: str) -> None:
                     else:
                         p.mul_(0.9).add_(q.detach(), alpha=0.1)
 
-        return run.usual(run.loss_of(model), run.sgd(model.parameters()), then=follow)
+        return run.usual(loss_of, optimizer, then=follow)
 
     bad = {2: 1e30} if setting.dtype is torch.float16 else {}
     agree(program, batches(4, factors=bad), setting)
