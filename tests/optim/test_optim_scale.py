@@ -183,7 +183,8 @@ def test_a_hundred_steps_read_nothing_back(make: Any, emit: str, tmp_path: Path)
     assert bool(final) == (emit == "eager")  # else torch's own kernel does it
     for text in final:
         assert "where" in text
-        assert "_local_scalar_dense" not in text
+        kept = [line for line in text.splitlines() if not line.startswith("-")]
+        assert not any("_local_scalar_dense" in line for line in kept)
 
 
 @pytest.mark.gpu
