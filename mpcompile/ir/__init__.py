@@ -116,4 +116,5 @@ from .values import (
     tensors_of,
     value,
     was_f32,
+    was_floating,
 )

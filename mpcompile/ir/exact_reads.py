@@ -160,16 +160,16 @@ def _nearest(node: fx.Node, among: set[fx.Node]) -> Iterator[fx.Node]:
     """The values, among some, from which the elements of a value come: on each way the first one
     that is in the low dtype and no view of another, else the one that computes them.
     """
-    found, pending = {node}, [node]
-    while pending:
-        value = pending.pop()
+
+    def beyond(value: fx.Node) -> list[fx.Node]:
+        """The values that this one's elements come from; none where it is one of those sought."""
         is_view = captured(value) is not None and not has_own_memory(value)
-        sources = _sources(value) or (_operands(value) if is_view else [])
         now = tensor(value)
         is_low = now is not None and now.dtype.itemsize <= _LOW and not is_view
-        if value in among and now is not None and (is_low or not sources):
+        if is_low and value in among:
+            return []
+        return _sources(value) or (_operands(value) if is_view else [])
+
+    for value in reached([node], beyond):
+        if value in among and tensor(value) is not None and not beyond(value):
             yield value
-            continue
-        new = set(sources) - found
-        found |= new
-        pending += new

@@ -222,9 +222,8 @@ def complaints(gm: fx.GraphModule, recorded: Callable[[], History]) -> Iterator[
         elif unit + step not in (0, 1):
             yield f"the gradient at {where} would carry scale^{unit + step}"
             return
-        for parent, _ in grad_fn.next_functions:
-            if parent is not None:
-                arriving[parent].add(unit + step)
+        for parent in _parents(grad_fn):
+            arriving[parent].add(unit + step)
     unscale = torch.ops.mpcompile.unscale_grad.default
     for node, grad_fn in history.inputs.items():
         if grad_fn not in arriving and any(user.target is unscale for user in node.users):
@@ -247,17 +246,21 @@ def _check_names() -> None:
 
 def _in_order(roots: Iterable[GradFn], stop: Collection[GradFn]) -> Iterator[GradFn]:
     """The nodes of autograd's graph, each after all nodes that pass gradients to it."""
-    order, found = TopologicalSorter[GradFn](), dict.fromkeys(roots)
-    for grad_fn in (work := list(found)):  # the list grows as it is read
+    order = TopologicalSorter[GradFn]()
+
+    def parents(grad_fn: GradFn) -> list[GradFn]:
+        return [] if grad_fn in stop else _parents(grad_fn)
+
+    for grad_fn in ir.reached(roots, parents):
         order.add(grad_fn)
-        for parent, _ in () if grad_fn in stop else grad_fn.next_functions:
-            if parent is None:
-                continue
+        for parent in parents(grad_fn):
             order.add(parent, grad_fn)
-            if parent not in found:
-                found[parent] = None
-                work.append(parent)
     return iter(order.static_order())
+
+
+def _parents(grad_fn: GradFn) -> list[GradFn]:
+    """The nodes that this one passes gradients to."""
+    return [parent for parent, _ in grad_fn.next_functions if parent is not None]
 
 
 def twin(value: Any, *, tracked: bool) -> Any:
@@ -290,9 +293,9 @@ def between(made: Iterable[GradFn], known: Collection[GradFn]) -> Iterator[GradF
     """
 
     def new(candidates: Iterable[GradFn]) -> Iterator[GradFn]:
-        return (one for one in candidates if one is not None and one not in known)
+        return (one for one in candidates if one not in known)
 
-    return ir.reached(new(made), lambda one: new(parent for parent, _ in one.next_functions))
+    return ir.reached(new(made), lambda one: new(_parents(one)))
 
 
 def _grad_fn(value: torch.Tensor) -> GradFn | None:

@@ -147,6 +147,12 @@ def was_f32(node: fx.Node) -> bool:
     return value is not None and value.dtype is torch.float32
 
 
+def was_floating(node: fx.Node) -> bool:
+    """Whether the node produced one tensor of floating-point numbers in the captured program."""
+    value = captured(node)
+    return value is not None and value.is_floating_point()
+
+
 def requires_grad(node: fx.Node) -> bool:
     """Whether autograd tracks the captured value (recorded by make_fx beside the FakeTensor)."""
     meta = node.meta.get("tensor_meta")

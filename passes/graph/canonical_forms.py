@@ -112,8 +112,8 @@ def _is_private(
 def name_squares(gm: fx.GraphModule, config: Config) -> bool:
     changed = False
     for node in gm.graph.find_nodes(op="call_function", target=aten.mul.Tensor):
-        value, held = node.args[0], ir.captured(node)
-        if node.args == (value, value) and held is not None and held.is_floating_point():
+        value = node.args[0]
+        if node.args == (value, value) and ir.was_floating(node):
             node.target, node.args = aten.square.default, (value,)
             changed = True
     return changed

@@ -109,12 +109,11 @@ def _origin(
         return _constant(constant, config.low) if floating else None
     if not ir.is_op(node):
         return None
-    value, rule = ir.captured(node), ir.rule(node)
+    rule, floating = ir.rule(node), ir.was_floating(node)
     if rule.fill is not None:
         number = ir.argument(node, rule.fill)
         if isinstance(number, (int, float)) and not _fits(number, config.low):
             return Wide(f"constant {number:g}")
-    floating = value is not None and value.is_floating_point()
     if rule.makes_positions and floating:
         return _positions(node, config.low)
     if rule.converts and floating and node.args[0] in integers:
@@ -156,15 +155,8 @@ def _copies(node: fx.Node) -> bool:
 
 def _computed_from_data(graph: fx.Graph) -> set[fx.Node]:
     """The floating values that depend on inputs or parameters that are floating."""
-    data: set[fx.Node] = set()
-    for node in graph.nodes:
-        begins = node.op == "placeholder" or ir.is_parameter(node)
-        value = ir.captured(node)
-        if (begins and value is not None and value.is_floating_point()) or any(
-            n in data for _, n in ir.float_args(node)
-        ):
-            data.add(node)
-    return data
+    given = filter(ir.was_floating, graph.find_nodes(op="placeholder"))
+    return set(ir.reached(given, lambda node: node.users if ir.was_f32(node) else ()))
 
 
 def _positions(node: fx.Node, low: torch.dtype) -> Wide:

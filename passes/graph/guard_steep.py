@@ -73,12 +73,11 @@ def _hands_on(node: fx.Node) -> bool:
 
 
 def _computed_from_low(graph: fx.Graph) -> set[fx.Node]:
-    low: set[fx.Node] = set()
-    for node in graph.nodes:
-        reads_low = any(n in low for n in node.all_input_nodes) and not ir.rule(node).creates
-        if ir.precision(node) is Precision.LOW or reads_low:
-            low.add(node)
-    return low
+    def readers(node: fx.Node) -> list[fx.Node]:
+        return [user for user in node.users if not ir.rule(user).creates]
+
+    low = (node for node in graph.nodes if ir.precision(node) is Precision.LOW)
+    return set(ir.reached(low, readers))
 
 
 def _names_a_number(node: fx.Node, low: set[fx.Node]) -> bool:

@@ -99,9 +99,8 @@ def keep_buffers_finite(gm: fx.GraphModule, config: Config) -> bool:
 
 
 def _is_buffer(node: fx.Node) -> bool:
-    value = ir.captured(node)
-    floating = value is not None and value.is_floating_point()
-    return floating and not ir.requires_grad(node) and ir.copy_of(node) is None
+    frozen = not ir.requires_grad(node) and ir.copy_of(node) is None
+    return frozen and ir.was_floating(node)
 
 
 def _written_after_low(

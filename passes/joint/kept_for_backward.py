@@ -68,6 +68,7 @@ Only masks that fused kernels write and read are taken: no result or operand of 
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -190,18 +191,11 @@ def _steps(result: fx.Node, read: dict[str, fx.Node]) -> tuple[fx.Node, ...] | N
     """The elementwise operators that make a result of what else the backward reads, in their order;
     None if others are needed, or many.
     """
-    steps: list[fx.Node] = []
-    waiting = [result]
-    while waiting:
-        node = waiting.pop()
-        if node in steps or (node is not result and node.name in read):
-            continue
-        if not _is_elementwise(node) or len(steps) == _MOST:
-            return None
-        steps.append(node)
-        waiting += node.all_input_nodes
-    order = {node: number for number, node in enumerate(result.graph.nodes)}
-    return tuple(sorted(steps, key=order.__getitem__))
+    made = ir.reached([result], lambda n: [i for i in n.all_input_nodes if i.name not in read])
+    steps = set(itertools.islice(made, _MOST + 1))
+    if len(steps) > _MOST or not all(map(_is_elementwise, steps)):
+        return None
+    return tuple(node for node in result.graph.nodes if node in steps)
 
 
 def _is_elementwise(node: fx.Node) -> bool:

@@ -278,17 +278,10 @@ def _summands(count: fx.Node) -> list[fx.Node]:
     """What is added up to it; nothing if one of these is read for something else. A summand may
     come twice, where two gradients are the same.
     """
-    found: dict[fx.Node, None] = {}
-    sums, waiting = {count}, [count]
-    while waiting:
-        node = waiting.pop()
-        if not _adds_two(node):
-            found[node] = None
-            continue
-        sums.add(node)
-        waiting += node.all_input_nodes
-    own = all(user in sums for node in (*sums, *found) if node is not count for user in node.users)
-    return list(found) if own else []
+    nodes = list(ir.reached([count], lambda n: n.all_input_nodes if _adds_two(n) else ()))
+    sums = {count, *filter(_adds_two, nodes)}
+    own = all(user in sums for node in nodes if node is not count for user in node.users)
+    return [node for node in nodes if not _adds_two(node)] if own else []
 
 
 def _adds_two(node: fx.Node) -> bool:

@@ -57,16 +57,13 @@ def widen_weight_gradients(graph: fx.Graph) -> bool:
 
 def _leaving_gradients(graph: fx.Graph) -> list[fx.Node]:
     """The nodes computed from a tangent whose value leaves the graph as a gradient."""
-    backward: set[fx.Node] = set()
-    for node in graph.nodes:
-        is_tangent = node.op == "placeholder" and "tangents" in str(node.target)
-        if is_tangent or not backward.isdisjoint(node.all_input_nodes):
-            backward.add(node)
-    leaving: set[fx.Node] = set()
-    for node in reversed(graph.nodes):
-        if any(u.op == "output" or (u in leaving and _hands_on(u)) for u in node.users):
-            leaving.add(node)
-    return [node for node in graph.nodes if node in backward & leaving]
+    inputs = graph.find_nodes(op="placeholder")
+    tangents = (node for node in inputs if "tangents" in str(node.target))
+    backward = set(ir.reached(tangents, lambda node: node.users))
+    results = graph.output_node().all_input_nodes
+    leaving = ir.reached(results, lambda n: n.all_input_nodes if _hands_on(n) else ())
+    both = backward.intersection(leaving)
+    return [node for node in graph.nodes if node in both]
 
 
 def _hands_on(node: fx.Node) -> bool:
