@@ -17,9 +17,8 @@ from typing_extensions import Unpack
 from .capture.provenance import Names, names_in
 from .capture.rebound import check_torch, gradients_of_rebound
 from .compiler.backend import compile_graph
-from .devices.registry import is_supported
+from .devices.registry import accumulate_in_fp32, is_supported
 from .errors import MPCompileError, did_you_mean, kind_of, warn
-from .lower.accumulation import accumulate_in_fp32
 from .lower.emitter import check_how
 from .lower.tracing_settings import VALUE_SIZES
 from .passes.graph.replace_operators import RETURNED

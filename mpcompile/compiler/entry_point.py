@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..lower.accumulation import accumulate_in_fp32
+from ..devices.registry import accumulate_in_fp32
 from ..scaling import hooks
 from .backend import mpcompile_backend as mpcompile_backend
 

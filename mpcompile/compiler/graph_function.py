@@ -12,10 +12,9 @@ import torch
 from torch import fx
 
 from .. import ir
-from ..devices.registry import capabilities
+from ..devices.registry import capabilities, check_accumulation
 from ..ir.fakes import fake_twin
 from ..ir.inputs import GraphInputs
-from ..lower.accumulation import check_accumulation
 from ..lower.emitter import emit
 from ..lower.inference import replays
 from ..lower.islands import gains, has_rnn, is_apart, pieces

@@ -1,5 +1,5 @@
 """The one place that lists device types: device type -> the capabilities of its devices; and what
-is done with devices of all types: random states are kept.
+is done with devices of all types: sums are added in FP32, and random states are kept.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import torch
 
-from ..errors import MPCompileError
+from ..errors import MPCompileError, warn
 from ..torch_inside.names import FakeTensor, is_functorch_wrapped_tensor
 from .capabilities import Capabilities
 from .cpu import CPU
@@ -55,6 +55,31 @@ def is_real(value: torch.Tensor) -> bool:
     if isinstance(value, FakeTensor) or value.is_meta or is_functorch_wrapped_tensor(value):
         return False
     return not capabilities(value.device).is_recording()
+
+
+# -- sums ------------------------------------------------------------------------------------------
+
+
+def accumulate_in_fp32() -> None:
+    """Make the libraries of all device types accumulate products of the low dtypes in FP32: by
+    default cuBLAS may add parts of a sum in FP16.
+
+    The setting belongs to the process, and Dynamo guards on it, so a backend must not change it
+    while a frame is compiled. It is set when `mpcompile` is first used, before anything is
+    compiled. If a user changes it back afterwards, the change stands, with a warning.
+    """
+    for kind in supported():
+        capabilities(kind).accumulate_in_fp32()
+
+
+def check_accumulation(device: torch.device, low: torch.dtype) -> None:
+    """Warn if sums of products in `low` may be accumulated in `low` on `device`."""
+    if (setting := capabilities(device).low_accumulation(low)) is not None:
+        warn(
+            f"{setting} is True: parts of a product's sums may be added in the low dtype. "
+            "mpcompile(...) sets it to False; leave it so, or set it to False before the model is "
+            "first called"
+        )
 
 
 # -- random states ---------------------------------------------------------------------------------

@@ -138,10 +138,6 @@ def _tracked_as_captured(gm: fx.GraphModule, history: Recorded) -> Iterator[str]
             yield f"{node.name} has lost its history"
 
 
-def _units_agree(gm: fx.GraphModule, history: Recorded) -> Iterator[str]:
-    yield from units.complaints(gm, history)
-
-
 @dataclass(frozen=True)
 class Promise:
     """A check, and the passes after which it holds: all from `since` to `until`.
@@ -170,7 +166,7 @@ PROMISES = (
     Promise(_lanes_as_planned, since="place_pads", until="clean"),
     # These three read autograd's history of the flat graph, so they come before `outline`.
     Promise(_results_share_as_captured, since="copy_overlaps", until="clean", costly=True),
-    Promise(_units_agree, since="scale_gradients", until="clean", costly=True),
+    Promise(units.complaints, since="scale_gradients", until="clean", costly=True),
     Promise(_tracked_as_captured, since="functionalize", until="clean", costly=True),
     Promise(_regions_folded, since="outline", until="outline"),
 )

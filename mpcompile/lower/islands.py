@@ -219,7 +219,7 @@ def gains(piece: Iterable[fx.Node]) -> bool:
     written = 0
     for node in filter(ir.is_op, piece):
         value = ir.tensor(node)
-        if value is not None and torch.Tag.pointwise in getattr(node.target, "tags", ()):
+        if value is not None and ir.is_pointwise(node):
             written += math.prod(map(ir.hint, value.shape)) * value.element_size()
     return written >= _LEAST
 

@@ -8,7 +8,6 @@ code is generated, nothing is trained. Between two graphs the program continues 
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import os
 import re
@@ -141,7 +140,7 @@ def plan_call(
     stand_ins = StandIns()
     twin = stand_ins.of_module(model)
     check_module(twin, settings)
-    settings = dataclasses.replace(settings, names=names_in(twin))
+    settings = replace(settings, names=names_in(twin))
     repairs = pinned_in(model)
     planner = Planner(settings, absent, stand_ins, mp_optimizer, repairs)
     given = pytree.tree_map_only(torch.Tensor, stand_ins.of_tensor, (tuple(args), dict(kwargs)))
@@ -317,11 +316,7 @@ def _attend_as_fused(gm: fx.GraphModule) -> None:
     for module in gm.modules():
         if isinstance(module, fx.GraphModule):
             for node in module.graph.find_nodes(op="call_function", target=ATTENTION):
-                place = ir.position_of(node, "dropout_p")
-                if place < len(node.args):
-                    node.update_arg(place, 0.0)
-                elif node.kwargs.get("dropout_p"):
-                    node.update_kwarg("dropout_p", 0.0)
+                ir.set_operand(node, (ir.position_of(node, "dropout_p"),), 0.0)
             module.recompile()
 
 

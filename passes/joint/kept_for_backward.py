@@ -113,8 +113,7 @@ def keep_sources(forward: fx.Graph, backward: fx.Graph, own_results: int) -> boo
     kept = {place: node for place, node in enumerate(results) if place >= own_results
             and isinstance(node, fx.Node) and node.name in read}  # fmt: skip
     checked = {place: node for place, node in kept.items() if not node.meta.get(UNCHECKED)}
-    written = {ir.storage_now(write.args[0]) for write in forward.find_nodes(
-        op="call_function", target=aten.copy_.default)}  # fmt: skip
+    written = _writes(forward)
     of_memory: dict[int | None, list[_Cast]] = {}
     for place, node in checked.items():
         cast = _cast(place, node)
@@ -241,11 +240,7 @@ def _bytes(node: fx.Node) -> int:
 
 def keep_written_inputs(forward: fx.Graph, backward: fx.Graph, own_results: int) -> bool:
     """Rewrite the forward; see the module."""
-    writes: dict[int | None, fx.Node] = {}
-    for write in forward.find_nodes(op="call_function", target=aten.copy_.default):
-        if (memory := ir.storage_now(write.args[0])) is not None:
-            writes.setdefault(memory, write)
-    output = forward.output_node()
+    output, writes = forward.output_node(), _writes(forward)
     results = list(output.args[0])  # type: ignore[arg-type]
     changed = False
     for index, node in enumerate(results[own_results:], own_results):
@@ -255,6 +250,14 @@ def keep_written_inputs(forward: fx.Graph, backward: fx.Graph, own_results: int)
             changed = True
     output.args = (tuple(results),)
     return changed
+
+
+def _writes(forward: fx.Graph) -> dict[int | None, fx.Node]:
+    """Memory that the forward writes -> the first write to it."""
+    writes = forward.find_nodes(op="call_function", target=aten.copy_.default)
+    known = {ir.storage_now(write.args[0]): write for write in reversed(writes)}
+    known.pop(None, None)
+    return known
 
 
 # -- store_masks_as_bytes --------------------------------------------------------------------------
@@ -301,7 +304,7 @@ def _read_as_bytes(backward: fx.Graph, placeholder: fx.Node) -> None:
     with ir.fake_mode(backward):
         placeholder.meta["val"] = placeholder.meta["val"].to(torch.uint8)
     placeholder.meta.pop("tensor_meta", None)
-    with backward.inserting_before(next(n for n in backward.nodes if n.op != "placeholder")):
+    with backward.inserting_before(ir.first_call(backward)):
         wide = ir.new_call(backward, _CONVERT, placeholder, torch.float32)
         mask = ir.new_call(backward, aten.ne.Scalar, wide, 0)
     placeholder.replace_all_uses_with(mask, users.__contains__)

@@ -60,18 +60,21 @@ def _leaving_gradients(graph: fx.Graph) -> list[fx.Node]:
     inputs = graph.find_nodes(op="placeholder")
     tangents = (node for node in inputs if "tangents" in str(node.target))
     backward = set(ir.reached(tangents, lambda node: node.users))
-    results = graph.output_node().all_input_nodes
-    leaving = ir.reached(results, lambda n: n.all_input_nodes if _hands_on(n) else ())
+    leaving = ir.reached(
+        graph.find_nodes(op="output"), lambda n: n.all_input_nodes if _hands_on(n) else ()
+    )
     both = backward.intersection(leaving)
     return [node for node in graph.nodes if node in both]
 
 
 def _hands_on(node: fx.Node) -> bool:
-    """Whether a gradient operand makes the result a gradient: a view, a sum, a multiple."""
+    """Whether a gradient operand makes the result one that leaves: a view, a sum, a multiple, the
+    output.
+    """
     if node.target in (aten.mul.Tensor, aten.div.Tensor):
         values = [ir.tensor(operand) for operand in node.all_input_nodes]
         return sum(value is None or value.dim() > 0 for value in values) <= 1
-    return node.target in (*VIEWS, ADD)
+    return node.op == "output" or node.target in (*VIEWS, ADD)
 
 
 def _is_upcast(node: fx.Node) -> bool:

@@ -64,10 +64,7 @@ def test_nested_compile_region_is_inlined() -> None:
     def block(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         return F.gelu(F.linear(x, w))
 
-    def program(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        return block(block(x, w), w)
-
-    result = check(program, leaf(8, 16), leaf(16, 16), low=["linear"])
+    result = check(lambda x, w: block(block(x, w), w), leaf(8, 16), leaf(16, 16), low=["linear"])
     assert result.ops("LOW").count("linear") == 2
 
 

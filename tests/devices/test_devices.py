@@ -18,9 +18,8 @@ from mpcompile.capture.surroundings import around_now
 from mpcompile.compiler.plan_graph import Facts, plan_graph
 from mpcompile.devices import registry
 from mpcompile.devices.capabilities import Capabilities, TensorCores
-from mpcompile.devices.registry import capabilities
+from mpcompile.devices.registry import accumulate_in_fp32, capabilities, check_accumulation
 from mpcompile.errors import MPCompileWarning
-from mpcompile.lower.accumulation import accumulate_in_fp32, check_accumulation
 from mpcompile.lower.joint import JointPasses, joint_passes
 from mpcompile.passes.joint.lowered_faults import read_low_results
 from mpcompile.planner.target import target_of

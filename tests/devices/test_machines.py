@@ -17,8 +17,7 @@ from torch import nn
 
 from mpcompile import MPCompileWarning, Policy, compiled_plans, mpcompile
 from mpcompile.devices.capabilities import TensorCores
-from mpcompile.devices.registry import capabilities
-from mpcompile.lower.accumulation import check_accumulation
+from mpcompile.devices.registry import capabilities, check_accumulation
 from mpcompile.plans import compile_log
 from mpcompile.profile import store
 from mpcompile.profile.store import empty_profile

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from compare import leaf
-from graphs import Stage
+from graphs import Stage, ran
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
@@ -29,9 +29,7 @@ def program(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 def after(name: str) -> Stage:
     """A sound graph that the named pass has just left."""
     (pass_,) = (p for p in pipeline.PASSES if p.__name__ == name)
-    stage = Stage(pass_, program, leaf(3, 4), leaf(4, 4), scaled=True)
-    stage.run()
-    return stage
+    return ran(pass_, program, leaf(3, 4), leaf(4, 4), scaled=True)
 
 
 def forget_a_mark(stage: Stage) -> None:
@@ -137,8 +135,7 @@ def test_a_result_that_shared_memory_is_no_copy_of_it(owner: str) -> None:
         return y, (x if owner == "x" else y).view(-1)
 
     pass_ = pipeline.PASSES[NAMES.index("clean")]
-    stage = Stage(pass_, shares, torch.randn(3, 4))
-    stage.run()
+    stage = ran(pass_, shares, torch.randn(3, 4))
     view = next(n for n in stage.gm.graph.nodes if "view" in n.name)
     with stage.gm.graph.inserting_after(view):
         copy = stage.gm.graph.call_function(torch.ops.aten.clone.default, (view,))
@@ -190,15 +187,6 @@ def program_of_inputs(x: torch.Tensor, w: torch.Tensor, v: torch.Tensor) -> torc
     return F.linear(F.linear(x, w), v).exp() + v.sum()
 
 
-def stage(scaled: bool, copied: dict[int, None]) -> Stage:
-    inputs = torch.randn(3, 4), leaf(4, 4), leaf(4, 4)
-    found = Stage(
-        scale_gradients, program_of_inputs, *inputs, level="O2", scaled=scaled, copied=copied
-    )
-    found.run()
-    return found
-
-
 @pytest.mark.parametrize("scaled", [False, True])
 @pytest.mark.parametrize(
     ("copied", "copies", "names"),
@@ -212,7 +200,9 @@ def stage(scaled: bool, copied: dict[int, None]) -> Stage:
 def test_the_layout_of_a_graph(
     scaled: bool, copied: dict[int, None], copies: dict[int, int], names: list[str]
 ) -> None:
-    graph = stage(scaled, copied).gm.graph
+    inputs = torch.randn(3, 4), leaf(4, 4), leaf(4, 4)
+    options = {"level": "O2", "scaled": scaled, "copied": copied}
+    graph = ran(scale_gradients, program_of_inputs, *inputs, **options).gm.graph
     found = [n.name for n in graph.find_nodes(op="placeholder")]
     assert found[3:] == names + [SCALE, FOUND] * scaled
     assert GraphInputs.of(graph) == GraphInputs(3, copies, scaled)

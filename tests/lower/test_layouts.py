@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from compare import SETTINGS, check, fallback_reason, leaf
-from graphs import Stage
+from graphs import ran
 from module_of import module_of
 from torch import Tensor, nn
 
@@ -142,8 +142,7 @@ def test_only_what_lies_otherwise_is_copied() -> None:
         h = F.linear(x, w).transpose(0, 1).relu()
         return h[:3].expand(2, 3, 4).softmax(-1) + h[:, 1:].sum()
 
-    stage = Stage(place_casts, program, leaf(4, 4), leaf(4, 4))
-    stage.run()
+    stage = ran(place_casts, program, leaf(4, 4), leaf(4, 4))
     assert not [node for node in stage.gm.graph.nodes if ir.role(node) is ir.Role.LAYOUT]
 
 

@@ -90,8 +90,8 @@ def test_training_is_the_same(dtype: torch.dtype) -> None:
 
 @HALVES
 def test_gradients_have_the_shape_of_their_parameters(dtype: torch.dtype) -> None:
-    model, reference = Net(), Net().double()
-    reference.load_state_dict(model.state_dict())
+    model = Net()
+    reference = copy.deepcopy(model).double()
     optimizer = trained(model, "always", dtype, max_grad_norm=100.0)
     reference(image(0).double()).square().mean().backward()
     step(model, optimizer, clear=False)
@@ -119,8 +119,8 @@ def test_lanes_whose_gradient_is_not_zero_are_no_part_of_it() -> None:
 
 
 def test_accumulated_gradients_add_up() -> None:
-    model, reference = Net(), Net().double()
-    reference.load_state_dict(model.state_dict())
+    model = Net()
+    reference = copy.deepcopy(model).double()
     _optimizer = trained(model, "always", torch.float16)
     for seed in range(3):
         model(image(seed)).square().mean().backward()

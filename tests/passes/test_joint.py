@@ -82,14 +82,9 @@ def one(options: dict[str, Any] | None = None, passes: JointPasses = OURS) -> An
 # -- which passes, and when ------------------------------------------------------------------------
 
 
-def test_on_cuda_below_o2() -> None:
-    assert passes_for() == ON_CUDA
-    for level in (Level.O2, Level.O3):
-        assert passes_for(level=level) == WITHOUT_GEMMS
-
-
-def test_on_a_cpu_at_every_level() -> None:
+def test_on_cuda_below_o2_and_on_a_cpu_at_every_level() -> None:
     for level in (Level.O1, Level.O2, Level.O3):
+        assert passes_for(level=level) == (ON_CUDA if level is Level.O1 else WITHOUT_GEMMS)
         assert passes_for("cpu", level) == ON_CPU
 
 

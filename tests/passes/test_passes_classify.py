@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from compare import leaf
-from graphs import Stage
+from graphs import Stage, ran
 
 from mpcompile.passes.graph.classify import classify
 from mpcompile.rules.policy import Policy, Precision
@@ -65,8 +65,7 @@ def test_hands_off(kept: Any, reason: str) -> None:
     policy = Policy(
         low=["linear", "to", "view", "add", "_fft_c2c", "fft_fft", "higher_order::cond"]
     )
-    stage = Stage(classify, kept, torch.randn(4, 4), torch.randn(4, 4), policy=policy)
-    stage.run()
+    stage = ran(classify, kept, torch.randn(4, 4), torch.randn(4, 4), policy=policy)
     marks = {name: stage.mark(name) for name in stage.marks.replace(":", "").split()[::3]}
     assert reason in {mark.reason for mark in marks.values()}
     low = {name for name, mark in marks.items() if mark.precision is Precision.LOW}

@@ -32,11 +32,7 @@ def cast(stage: Stage, value: fx.Node, dtype: torch.dtype) -> fx.Node:
 
 def test_down_after_up_is_the_value_itself() -> None:
     """As where an autograd.Function in FP32 stood between two low operators and was removed."""
-
-    def program(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        return F.linear(F.relu(F.linear(x, w)), w)
-
-    stage = Stage(clean, program, leaf(3, 4), leaf(4, 4))
+    stage = Stage(clean, lambda x, w: F.linear(F.relu(F.linear(x, w)), w), leaf(3, 4), leaf(4, 4))
     low = stage.node("linear")
     down = cast(stage, cast(stage, low, torch.float32), torch.float16)
     stage.node("relu").replace_input_with(low, down)
@@ -55,10 +51,7 @@ return linear_1_f32
 
 
 def test_up_after_down_is_a_rounding_and_stays() -> None:
-    def program(x: torch.Tensor) -> torch.Tensor:
-        return x.exp() + 1
-
-    stage = Stage(clean, program, leaf(4))
+    stage = Stage(clean, lambda x: x.exp() + 1, leaf(4))
     wide = stage.node("exp")
     up = cast(stage, cast(stage, wide, torch.float16), torch.float32)
     stage.node("add").replace_input_with(wide, up)
@@ -80,12 +73,9 @@ def test_a_wider_detour_only() -> None:
 
 
 def test_casts_that_nobody_reads_go_and_the_users_own_stay() -> None:
-    def program(x: torch.Tensor) -> torch.Tensor:
-        return x.half().float() + 1
-
     x = leaf(5)
     torch._dynamo.mark_dynamic(x, 0)
-    stage = Stage(clean, program, x)
+    stage = Stage(clean, lambda x: x.half().float() + 1, x)
     cast(stage, cast(stage, stage.node("x"), torch.float16), torch.float32)
     assert stage.run()
     stage.expect_text("""\

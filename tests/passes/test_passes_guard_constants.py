@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from compare import COMBINED, check, leaf
-from graphs import Stage
+from graphs import Stage, ran
 
 from mpcompile.passes.graph.guard_constants import guard_constants
 from mpcompile.rules.policy import Policy, Precision
@@ -96,21 +96,18 @@ ORIGINS: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
 @pytest.mark.parametrize("case", ORIGINS)
 def test_origins(case: str) -> None:
     program, reached = ORIGINS[case]
-    stage = Stage(guard_constants, program, leaf(3, 2))
-    stage.run()
+    stage = ran(guard_constants, program, leaf(3, 2))
     assert pinned(stage).keys() == set(reached.split())
 
 
 def test_bf16_holds_the_range_but_not_the_positions() -> None:
-    stage = Stage(guard_constants, constant_tensor, leaf(3, 2), low=torch.bfloat16)
-    stage.run()
+    stage = ran(guard_constants, constant_tensor, leaf(3, 2), low=torch.bfloat16)
     assert pinned(stage) == {}
 
     def far_apart(x: torch.Tensor) -> torch.Tensor:
         return x.relu() + torch.arange(256.0, 259.0)
 
-    far = Stage(guard_constants, far_apart, leaf(2, 3), low=torch.bfloat16)
-    far.run()
+    far = ran(guard_constants, far_apart, leaf(2, 3), low=torch.bfloat16)
     assert pinned(far).keys() == {"add"}
 
 
@@ -118,8 +115,7 @@ def test_a_product_takes_a_wide_operand_but_no_inexact_one() -> None:
     def program(x: torch.Tensor, w: torch.Tensor, n: torch.Tensor) -> Any:
         return F.linear(x.exp(), w), F.linear(n.float(), w)
 
-    stage = Stage(guard_constants, program, leaf(3, 4), leaf(5, 4), torch.ones(3, 4).long())
-    stage.run()
+    stage = ran(guard_constants, program, leaf(3, 4), leaf(5, 4), torch.ones(3, 4).long())
     assert stage.mark("linear").precision is Precision.LOW
     assert stage.mark("linear_1").reason == (
         "an input is wide: integers that the low dtype can't tell apart"
@@ -132,14 +128,12 @@ def test_data_of_unknown_range_at_o2(level: str, reached: set[str]) -> None:
         return F.linear(x, w) + mask
 
     inputs = leaf(3, 4), leaf(5, 4), torch.zeros(5)
-    stage = Stage(guard_constants, program, *inputs, level=level, dynamic=True)
-    stage.run()
+    stage = ran(guard_constants, program, *inputs, level=level, dynamic=True)
     assert pinned(stage).keys() == reached
 
 
 def test_the_users_word_is_not_overruled() -> None:
-    stage = Stage(guard_constants, scalar, leaf(3, 2), policy=Policy(low=["add"]))
-    stage.run()
+    stage = ran(guard_constants, scalar, leaf(3, 2), policy=Policy(low=["add"]))
     stage.expect_marks("""\
 relu: FOLLOW [table]
 add: LOW [policy]
@@ -187,8 +181,7 @@ def test_products_after_a_large_additive_mask_are_low(low: torch.dtype, level: s
         return F.linear(F.linear(h, w).relu(), w)
 
     given = leaf(3, 4), leaf(4, 4), torch.arange(12).view(3, 4) % 4
-    stage = Stage(guard_constants, program, *given, low=low, level=level)
-    stage.run()
+    stage = ran(guard_constants, program, *given, low=low, level=level)
     products = [n.name for n in stage.gm.graph.nodes if n.name.startswith("linear")]
     assert {stage.mark(name).precision for name in products} == {Precision.LOW}
 
@@ -230,7 +223,6 @@ def test_integers_themselves_are_exact_for_one_product(program: Any) -> None:
     def whole(x: torch.Tensor, w: torch.Tensor, n: torch.Tensor) -> torch.Tensor:
         return F.linear(F.linear(program(x.relu(), n), w).relu(), w)
 
-    stage = Stage(guard_constants, whole, leaf(3, 4), leaf(4, 4), torch.ones(3, 4).long())
-    stage.run()
+    stage = ran(guard_constants, whole, leaf(3, 4), leaf(4, 4), torch.ones(3, 4).long())
     assert stage.mark("linear").precision is Precision.FULL
     assert stage.mark("linear_1").precision is Precision.LOW

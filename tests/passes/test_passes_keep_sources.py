@@ -235,6 +235,11 @@ class Halves:
             node.meta["val"] = torch.empty(shape, dtype=dtype)
         return node
 
+    def weight(self) -> fx.Node:
+        node = self.input("weight", 4, 8)
+        node.meta[WEIGHT] = True
+        return node
+
     def call(self, name: str, target: Any, *args: Any) -> fx.Node:
         node = self.forward.create_node("call_function", target, args, name=name)
         ir.refresh(node)
@@ -272,8 +277,7 @@ class Halves:
 
 def test_a_cast_of_a_weight() -> None:
     halves = Halves()
-    weight = halves.input("weight", 4, 8)
-    weight.meta[WEIGHT] = True
+    weight = halves.weight()
     low = halves.call("low", CONVERT, weight, BF16)
     turned = halves.call("turned", aten.t.default, low)
     assert halves.part(turned)
@@ -287,8 +291,7 @@ def test_a_cast_of_a_weight() -> None:
 
 def test_a_weight_that_is_kept_anyway_is_kept_once() -> None:
     halves = Halves()
-    weight = halves.input("weight", 4, 8)
-    weight.meta[WEIGHT] = True
+    weight = halves.weight()
     assert halves.part(halves.call("low", CONVERT, weight, BF16), weight)
     assert halves.kept == ["weight"]
 
@@ -302,8 +305,7 @@ def test_a_cast_of_another_input_is_kept() -> None:
 
 def test_a_weight_that_is_written_is_not_taken() -> None:
     halves = Halves()
-    weight = halves.input("weight", 4, 8)
-    weight.meta[WEIGHT] = True
+    weight = halves.weight()
     low = halves.call("low", CONVERT, weight, BF16)
     halves.call("write", aten.copy_.default, weight, halves.call("sin", aten.sin.default, weight))
     assert not halves.part(low)

@@ -91,11 +91,7 @@ def test_images() -> None:
         assert laid.args[1] == strides
         assert list(ir.tensor(laid).stride()) == strides  # type: ignore[union-attr]
         assert len(laid.users) > 1
-
-
-def test_the_backward_of_a_convolution_reads_it() -> None:
-    """It is there that Inductor would take the strides for given."""
-    found = laid_in(Branches(), torch.randn(4, 3, 16, 16))
+    # So does the backward of a convolution: there Inductor would take the strides for given.
     backwards = found[0].graph.find_nodes(
         op="call_function", target=aten.convolution_backward.default
     )
@@ -151,19 +147,6 @@ def test_symbolic_sizes() -> None:
 # -- in a whole step -------------------------------------------------------------------------------
 
 
-class Lowered:
-    """Stands for the pass, and notes what it answered."""
-
-    def __init__(self, use: bool) -> None:
-        self.use = use
-        self.changed: list[bool] = []
-
-    def pass_(self, graph: fx.Graph) -> bool:
-        self.changed.append(self.use and lay_channels_last(graph))
-        graph.lint()
-        return self.changed[-1]
-
-
 @pytest.fixture
 def no_cache(own_inductor_cache: None) -> Iterator[None]:
     """A cached graph isn't lowered again."""
@@ -179,8 +162,14 @@ def test_results_and_gradients_of_a_step(monkeypatch: pytest.MonkeyPatch) -> Non
     model, x = Branches(), torch.randn(4, 3, 16, 16)
 
     def run(use: bool) -> list[torch.Tensor]:
-        lowered = Lowered(use)
-        monkeypatch.setattr("mpcompile.lower.joint.lay_channels_last", lowered.pass_)
+        changed: list[bool] = []
+
+        def lowered(graph: fx.Graph) -> bool:
+            changed.append(use and lay_channels_last(graph))
+            graph.lint()
+            return changed[-1]
+
+        monkeypatch.setattr("mpcompile.lower.joint.lay_channels_last", lowered)
         torch._dynamo.reset()
         model.zero_grad()
 
@@ -192,7 +181,7 @@ def test_results_and_gradients_of_a_step(monkeypatch: pytest.MonkeyPatch) -> Non
             return stem.detach(), image.detach()
 
         results = step(x)
-        assert lowered.changed == [use]
+        assert changed == [use]
         return [*results, *(p.grad for p in model.parameters() if p.grad is not None)]
 
     without, found = run(False), run(True)

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from compare import SETTINGS, check, leaf
 from exact import CORES, assert_exact
-from graphs import Stage
+from graphs import Stage, ran
 from padded_graphs import PAD, SLICE, Chain, alignments, nodes, ours, pads_of_weights, placed
 from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
@@ -54,24 +54,26 @@ def test_auto_pads_what_pays() -> None:
     assert found["linear_1"].after == ("n", "k")
 
 
-def test_auto_pads_no_operand_whose_copy_takes_longer() -> None:
-    def attend(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, w.softmax(1))
-
-    cores = TensorCores(slowdown=2.0, balance=200.0)
-    stage = placed(attend, leaf(500, 1001), leaf(1003, 1001), pad="auto", cores=cores)
+@pytest.mark.parametrize(
+    ("program", "shapes", "balance", "reason"),
+    [
+        (
+            lambda x, w: F.linear(x, w.softmax(1)), [(500, 1001), (1003, 1001)], 200.0,
+            "a copy of its operands takes 1.2 times what alignment saves",
+        ),
+        (
+            F.scaled_dot_product_attention, [(2, 3, 16, 20)] * 3, 0.0,
+            "the fused kernels pad heads themselves",
+        ),
+    ],
+)  # fmt: skip
+def test_auto_leaves_what_would_not_gain(
+    program: Any, shapes: list[tuple[int, ...]], balance: float, reason: str
+) -> None:
+    cores = TensorCores(slowdown=2.0, balance=balance)
+    stage = placed(program, *(leaf(*shape) for shape in shapes), pad="auto", cores=cores)
     (found,) = alignments(stage).values()
-    assert found.padded == {}
-    assert found.reason == "a copy of its operands takes 1.2 times what alignment saves"
-
-
-def test_auto_leaves_attention_to_its_kernels() -> None:
-    cores = TensorCores(slowdown=2.0, balance=0.0)
-    heads = [leaf(2, 3, 16, 20) for _ in range(3)]
-    stage = placed(F.scaled_dot_product_attention, *heads, pad="auto", cores=cores)
-    (found,) = alignments(stage).values()
-    assert found.padded == {}
-    assert found.reason == "the fused kernels pad heads themselves"
+    assert (found.padded, found.reason) == ({}, reason)
 
 
 def test_rows_count_where_they_matter_or_always() -> None:
@@ -99,8 +101,7 @@ def test_the_cheapest_of_several_rows_is_padded(
 
 def test_a_product_in_fp32_is_left_alone() -> None:
     policy = Policy(nodes={"linear": "fp32"})
-    stage = Stage(plan_pads, F.linear, leaf(5, 13), leaf(21, 13), pad="always", policy=policy)
-    stage.run()
+    stage = ran(plan_pads, F.linear, leaf(5, 13), leaf(21, 13), pad="always", policy=policy)
     (found,) = alignments(stage).values()
     assert (found.before, found.padded) == (("n", "k", "m"), {})
     assert found.reason.startswith("runs in FP32: ")

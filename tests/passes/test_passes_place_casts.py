@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from compare import leaf
-from graphs import Stage, ran_twice
+from graphs import Stage, ran, ran_twice
 
 from mpcompile import ir
 from mpcompile.passes.graph.place_casts import place_casts
@@ -40,8 +40,7 @@ def test_several_readers_share_a_cast() -> None:
         a, b = F.linear(x, w), F.linear(x, w)
         return a.exp() + a.cos() + b.exp()
 
-    stage = Stage(place_casts, program, leaf(3, 4), leaf(4, 4))
-    stage.run()
+    stage = ran(place_casts, program, leaf(3, 4), leaf(4, 4))
     casts = [n.name for n in stage.gm.graph.nodes if ir.is_cast(n)]
     assert sorted(casts) == ["linear_1_f32", "linear_f32", "w_f16", "x_f16"]
 
@@ -63,8 +62,7 @@ def test_cast_stands_where_the_value_was_made() -> None:
             size = h.exp()
         return h.exp() * size
 
-    stage = Stage(place_casts, program, leaf(3, 4), leaf(4, 4))
-    stage.run()
+    stage = ran(place_casts, program, leaf(3, 4), leaf(4, 4))
     assert stage.node("linear").next.name == "linear_f32"
 
 
@@ -74,8 +72,7 @@ def test_mask_is_clamped_by_its_cast() -> None:
     def program(q: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         return F.scaled_dot_product_attention(q, q, q, attn_mask=mask)
 
-    stage = Stage(place_casts, program, leaf(1, 2, 8), torch.zeros(2, 2))
-    stage.run()
+    stage = ran(place_casts, program, leaf(1, 2, 8), torch.zeros(2, 2))
     assert [line for line in stage.text.splitlines() if line.startswith("mask")] == [
         "mask: f32[2, 2] = input",
         "mask_clamped: b8[2, 2] = eq(mask, -inf)",
@@ -91,8 +88,7 @@ def test_numbers_stay_fp32_beside_low_tensors() -> None:
     def program(x: torch.Tensor, w: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
         return F.linear(F.linear(x, w) * t, w)
 
-    stage = Stage(place_casts, program, leaf(3, 4), leaf(4, 4), leaf())
-    stage.run()
+    stage = ran(place_casts, program, leaf(3, 4), leaf(4, 4), leaf())
     assert "mul: f16[3, 4] = mul(linear, t)" in stage.text
 
 
@@ -103,8 +99,7 @@ def test_batch_norm_takes_its_parameters_in_fp32() -> None:
         h = F.conv2d(x, w)
         return F.conv2d(F.batch_norm(h, mean, mean, scale, training=True), w)
 
-    stage = Stage(place_casts, program, leaf(2, 4, 5, 5), leaf(4, 4, 1, 1), leaf(4), torch.zeros(4))
-    stage.run()
+    stage = ran(place_casts, program, leaf(2, 4, 5, 5), leaf(4, 4, 1, 1), leaf(4), torch.zeros(4))
     assert "= batch_norm(conv2d, scale, None, mean, mean, True" in stage.text
 
 
@@ -114,8 +109,7 @@ def test_an_operator_that_refuses_is_left_as_captured() -> None:
     def program(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         return torch.linalg.inv(F.linear(x, w))
 
-    stage = Stage(place_casts, program, leaf(4, 4), leaf(4, 4), policy=Policy(low=["linalg_inv"]))
-    stage.run()
+    stage = ran(place_casts, program, leaf(4, 4), leaf(4, 4), policy=Policy(low=["linalg_inv"]))
     assert "linalg_inv: f32[4, 4] = linalg_inv(linear_f32)" in stage.text
     assert stage.mark("linalg_inv").precision is Precision.FULL
     assert stage.mark("linalg_inv").reason.startswith("refuses low operands: ")

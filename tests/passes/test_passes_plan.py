@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from compare import LEVELS, leaf
-from graphs import Stage, ran_twice
+from graphs import Stage, ran, ran_twice
 from torch import nn
 
 from mpcompile import ir
@@ -82,6 +82,7 @@ CASES: dict[str, tuple[Any, str, str, str]] = {
         lambda x, w: F.linear(F.linear(x, w) * w[0, 0], w), "mul", "LOW", "LOW"
     ),
     "parts of a low result": (split, "getitem", "LOW", "LOW"),
+    "one number": (lambda x, w: F.linear(x, w)[0, 0] * 2, "mul", "FULL", "FULL"),
     "joined with an FP32 tensor": (
         lambda x, w: F.linear(torch.cat([F.linear(x, w), x]), w), "cat", "FULL", "LOW"
     ),
@@ -92,19 +93,8 @@ CASES: dict[str, tuple[Any, str, str, str]] = {
 @LEVELS
 def test_cases(case: str, level: str) -> None:
     program, name, at_o1, at_o2 = CASES[case]
-    stage = Stage(plan, program, leaf(16, 16), leaf(16, 16), level=level)
-    stage.run()
+    stage = ran(plan, program, leaf(16, 16), leaf(16, 16), level=level)
     assert stage.mark(name).precision.value == (at_o1 if level == "O1" else at_o2)
-
-
-def test_one_number_is_fp32_at_every_level_with_rules() -> None:
-    def program(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, w)[0, 0] * 2
-
-    for level in ("O1", "O2"):
-        stage = Stage(plan, program, leaf(4, 4), leaf(4, 4), level=level)
-        stage.run()
-        assert stage.mark("mul").precision.value == "FULL"
 
 
 def test_what_o2_stores_low_is_cast_down_once_and_up_for_each_reader() -> None:

@@ -145,10 +145,7 @@ def test_an_overflow_of_finite_sums() -> None:
     ],
 )
 def test_rows_of_any_shape(shape: tuple[int, ...], rows: int) -> None:
-    def two(x: torch.Tensor) -> list[torch.Tensor]:
-        return [x * 2, x * 3]
-
-    gm = rewritten(two, [torch.ones(shape), SCALE])
+    gm = rewritten(lambda x: [x * 2, x * 3], [torch.ones(shape), SCALE])
     (both,) = gm.graph.find_nodes(op="call_function", target=aten.cat.default)
     assert ir.shape(both) == (2 * rows,)
     x = torch.ones(shape)

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from compare import leaf
 from expecttest import assert_expected_inline
-from joint_graphs import Joint, on, weight
+from joint_graphs import Joint, on
 from torch import fx, nn
 
 from mpcompile import mpcompile
@@ -51,7 +52,7 @@ def linear(w: torch.Tensor, x: torch.Tensor, scale: torch.Tensor, tangents: torc
 
 
 def linear_inputs() -> tuple[torch.Tensor, ...]:
-    return weight(6, 8), torch.randn(4, 8).half(), torch.tensor(2.0), torch.randn(4, 6).half()
+    return leaf(6, 8), torch.randn(4, 8).half(), torch.tensor(2.0), torch.randn(4, 6).half()
 
 
 def test_the_product_is_computed_in_fp32() -> None:
@@ -120,30 +121,30 @@ WIDENED: dict[str, tuple[Any, Any, list[str]]] = {
         lambda w, x, tangents: grads(
             torch.bmm(x, w.half().view(3, 5, 4).transpose(1, 2)), tangents, w
         ),
-        lambda: (weight(15, 4), half(3, 7, 4), half(3, 7, 5)),
+        lambda: (leaf(15, 4), half(3, 7, 4), half(3, 7, 5)),
         ["bmm_1: f32[3, 4, 5] = bmm(permute_1, tangents_1, f32)"],
     ),
     "a bias": (
         with_a_bias,
-        lambda: (weight(6, 8), weight(6), half(2, 4, 8), half(2, 4, 6)),
+        lambda: (leaf(6, 8), leaf(6), half(2, 4, 8), half(2, 4, 6)),
         ["mm: f32[6, 8] = mm(permute_1, view, f32)",
          "sum_1: f32[1, 6] = sum(view_2, [0], True, dtype=f32)"],
     ),
     "padded: what is cut off is a negative pad": (
         padded,
-        lambda: (weight(6, 7), weight(6), half(4, 8), half(4, 8)),
+        lambda: (leaf(6, 7), leaf(6), half(4, 8), half(4, 8)),
         ["constant_pad_nd_2: f32[6] = constant_pad_nd(view, [0, -2])",
          "constant_pad_nd_3: f32[6, 7] = constant_pad_nd(permute_3, [0, -1, 0, -2])"],
     ),
     "used twice: the sum is in FP32, the gradient between is as it was": (
         used_twice,
-        lambda: (lambda x: (weight(8, 8), x, half(4, 8)))(half(4, 8)),
+        lambda: (lambda x: (leaf(8, 8), x, half(4, 8)))(half(4, 8)),
         ["mm_3: f16[4, 8] = mm(tangents_1, permute_4)",
          "add: f32[8, 8] = add(permute_5, permute_8)"],
     ),
     "what has no FP32 twin is cast where it flows in": (
         read_otherwise,
-        lambda: (weight(6, 8), half(4, 8), half(4, 6)),
+        lambda: (leaf(6, 8), half(4, 8), half(4, 6)),
         ["mm_1: f32[6, 8] = mm(permute_1, x_1, f32)",
          "convert_element_type_default: f32[6, 8] = cast(convert_element_type_5, f32)",
          "add_1: f32[6, 8] = add(convert_element_type_default, permute_3)"],
@@ -153,7 +154,7 @@ WIDENED: dict[str, tuple[Any, Any, list[str]]] = {
 
 def test_bfloat16() -> None:
     program = lambda w, x, tangents: grads(F.linear(x, w.bfloat16()), tangents, w)  # noqa: E731
-    joint = Joint(program, weight(6, 8), half(4, 8).bfloat16(), half(4, 6).bfloat16())
+    joint = Joint(program, leaf(6, 8), half(4, 8).bfloat16(), half(4, 6).bfloat16())
     joint.run_twice()
     assert "mm_1: f32[6, 8] = mm(permute_1, x_1, f32)" in joint.text
 
@@ -175,7 +176,7 @@ def test_a_second_reader_keeps_the_product(of: str) -> None:
         read = grad.view(-1) if of == "a view" else grad
         return read.float(), read
 
-    joint = Joint(program, weight(6, 8), torch.randn(4, 8).half(), torch.randn(4, 6).half())
+    joint = Joint(program, leaf(6, 8), torch.randn(4, 8).half(), torch.randn(4, 6).half())
     assert not joint.run()
 
 
@@ -186,7 +187,7 @@ def test_a_gradient_that_stays_in_the_graph_keeps_its_dtype() -> None:
         h = F.layer_norm(F.linear(x, w.half()).float(), (6,)).half()
         return torch.autograd.grad(F.linear(h, v.half()), (w, v), tangents)
 
-    inputs = weight(6, 8), weight(3, 6), torch.randn(4, 8).half(), torch.randn(4, 3).half()
+    inputs = leaf(6, 8), leaf(3, 6), torch.randn(4, 8).half(), torch.randn(4, 3).half()
     joint = Joint(program, *inputs)
     joint.run_twice()
     assert joint.targets.count(aten.mm.dtype) == 2
@@ -196,9 +197,9 @@ def test_a_gradient_that_stays_in_the_graph_keeps_its_dtype() -> None:
 def test_what_is_left() -> None:
     """The forward's own products, and those that are in FP32 anyway."""
     forward = lambda w, x: (torch.mm(x, w.half()).float(),)  # noqa: E731
-    assert not Joint(forward, weight(8, 6), half(4, 8)).run()
+    assert not Joint(forward, leaf(8, 6), half(4, 8)).run()
     in_fp32 = lambda w, x, tangents: grads(F.linear(x, w), tangents, w)  # noqa: E731
-    assert not Joint(in_fp32, weight(6, 8), torch.randn(4, 8), torch.randn(4, 6)).run()
+    assert not Joint(in_fp32, leaf(6, 8), torch.randn(4, 8), torch.randn(4, 6)).run()
 
 
 @pytest.mark.parametrize("factor", ["number", "tensor"])
@@ -207,14 +208,14 @@ def test_only_a_product_with_one_number_hands_a_gradient_on(factor: str) -> None
         (grad,) = torch.autograd.grad(F.linear(x, w.half()), w, tangents)
         return (grad * (0.5 if factor == "number" else m),)
 
-    inputs = weight(6, 8), torch.randn(4, 8).half(), torch.randn(6, 8), torch.randn(4, 6).half()
+    inputs = leaf(6, 8), torch.randn(4, 8).half(), torch.randn(6, 8), torch.randn(4, 6).half()
     assert Joint(program, *inputs).run() == (factor == "number")
 
 
 def test_numerics_against_fp64() -> None:
     """Sums beyond FP16's range are finite, and nearer to FP64 than what they replace."""
     x, tangents = (256 * torch.rand(512, 8)).half(), (1 + torch.rand(512, 6)).half()
-    _, before, after = results(with_a_bias, weight(6, 8), weight(6), x, 16 * tangents)
+    _, before, after = results(with_a_bias, leaf(6, 8), leaf(6), x, 16 * tangents)
     expected = (16 * tangents.double()).T @ x.double(), (16 * tangents.double()).sum(0)
     assert before[0].isinf().all()
     for wide, exact, rounded in zip(after, expected, before, strict=True):

@@ -5,11 +5,13 @@ a device profile make of products.
 import itertools
 import re
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from compare import LEVELS, leaf
+from graphs import Stage
 from module_of import module_of
 from planned_programs import (
     BANDWIDTH,
@@ -44,11 +46,15 @@ TWO = profile_of(
 )
 
 
+def objective_of(program: Any, *inputs: torch.Tensor, **options: Any) -> tuple[Stage, Objective]:
+    stage = staged(program, *inputs, **options)
+    return stage, Objective(stage.gm.graph, stage.config)
+
+
 def test_a_frozen_weight_has_no_gradient_to_cast() -> None:
     model = two()
     model[0].weight.requires_grad_(False)
-    stage = staged(model, leaf(8, 16), level="O1", low=BF16, profile=TWO)
-    objective = Objective(stage.gm.graph, stage.config)
+    stage, objective = objective_of(model, leaf(8, 16), level="O1", low=BF16, profile=TWO)
     weights = objective.terms[stage.node("linear")].low["weights"]
     assert weights == 6 * 16 * 16 * UNIT + objective.launch
 
@@ -65,8 +71,7 @@ def test_a_working_copy_costs_no_cast() -> None:
 
 def test_without_a_backward_only_the_forward_counts() -> None:
     model = two().requires_grad_(False)
-    stage = staged(model, torch.randn(8, 16), level="O1", low=BF16, profile=TWO)
-    objective = Objective(stage.gm.graph, stage.config)
+    stage, objective = objective_of(model, torch.randn(8, 16), level="O1", low=BF16, profile=TWO)
     terms = objective.terms[stage.node("linear")]
     assert terms.low["time"] == pytest.approx(10e3 * UNIT, rel=1e-6)
     assert terms.full["time"] == pytest.approx(4e3 * UNIT, rel=1e-6)
@@ -81,8 +86,7 @@ def read_elsewhere(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
 @LEVELS
 def test_terms_of_stored_values(level: str) -> None:
     """Written once, read once after the product; kept for the backward at O2 alone."""
-    stage = staged(read_elsewhere, leaf(8, 8), leaf(8, 8), level=level)
-    objective = Objective(stage.gm.graph, stage.config)
+    stage, objective = objective_of(read_elsewhere, leaf(8, 8), leaf(8, 8), level=level)
     again = 2 * UNIT * 64  # two bytes of 64 elements
     # The product reads a low copy anyway. O2 counts sigmoid's own backward, too: exp keeps its
     # own result, add nothing.
@@ -91,8 +95,7 @@ def test_terms_of_stored_values(level: str) -> None:
 
 
 def test_a_profile_changes_no_number_of_stored_bytes() -> None:
-    stage = staged(read_elsewhere, leaf(8, 8), leaf(8, 8), level="O2", low=BF16)
-    plain = Objective(stage.gm.graph, stage.config)
+    stage, plain = objective_of(read_elsewhere, leaf(8, 8), leaf(8, 8), level="O2", low=BF16)
     known = Objective(stage.gm.graph, replace(stage.config, profile=profile_of()))
     assert known.constraints.open == plain.constraints.open  # it has no sample of a matrix product
     assert known.terms == plain.terms

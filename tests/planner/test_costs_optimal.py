@@ -3,7 +3,7 @@ minimum cut beneath it, against every labelling there is.
 """
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import pytest
 import torch
@@ -161,32 +161,19 @@ Pairs = dict[tuple[int, int], tuple[int, int]]
 Problem = tuple[list[int], list[int], Pairs]
 
 
-def cost_of(
-    labels: Sequence[bool],
-    low: Sequence[int],
-    full: Sequence[int],
-    pairs: Mapping[tuple[int, int], tuple[int, int]],
-) -> int:
-    own = sum(a if is_low else b for is_low, a, b in zip(labels, low, full, strict=True))
-    for (a, b), (a_low, b_low) in pairs.items():
-        if labels[a] != labels[b]:
-            own += a_low if labels[a] else b_low
-    return own
-
-
 def cut_of(low: list[int], full: list[int], pairs: Pairs) -> MinimumCut:
     low_terms, full_terms = (tuple({"own": cost} for cost in side) for side in (low, full))
     names = tuple(map(str, range(len(low))))
     return MinimumCut(names, low_terms, full_terms, tuple((*e, *c) for e, c in pairs.items()))
 
 
-def minimum_cut(low: list[int], full: list[int], pairs: Pairs) -> list[bool]:
-    return cut_of(low, full, pairs).best()
-
-
 def each_cost(low: list[int], full: list[int], pairs: Pairs) -> dict[Labels, int]:
-    every = itertools.product((False, True), repeat=len(low))
-    return {labels: cost_of(labels, low, full, pairs) for labels in every}
+    costs: dict[Labels, int] = {}
+    for labels in itertools.product((False, True), repeat=len(low)):
+        own = sum(a if is_low else b for is_low, a, b in zip(labels, low, full, strict=True))
+        differ = (((a, b), cost) for (a, b), cost in pairs.items() if labels[a] != labels[b])
+        costs[labels] = own + sum(cost[0] if labels[a] else cost[1] for (a, _), cost in differ)
+    return costs
 
 
 # Few values, so that ties are common; 0 and NEVER among them.
@@ -208,10 +195,9 @@ def problems(draw: st.DrawFn) -> Problem:
 @settings(deadline=None, max_examples=400)
 @given(problems())
 def test_the_total_is_the_least_and_the_low_items_are_the_fewest(problem: Problem) -> None:
-    low, full, pairs = problem
-    costs = each_cost(low, full, pairs)
+    costs = each_cost(*problem)
     best = [labels for labels, cost in costs.items() if cost == min(costs.values())]
-    found = tuple(minimum_cut(low, full, pairs))
+    found = tuple(cut_of(*problem).best())
     assert found in best
     assert [labels for labels in best if sum(labels) <= sum(found)] == [found]
 
@@ -242,7 +228,7 @@ def test_a_long_chain_is_decided_from_its_ends() -> None:
     full[0] = low[-1] = NEVER
     pairs = {(i, i + 1): (7, 7) for i in range(count - 1)}
     pairs[400, 401] = (3, 3)
-    assert minimum_cut(low, full, pairs) == [True] * 401 + [False] * 599
+    assert cut_of(low, full, pairs).best() == [True] * 401 + [False] * 599
 
 
 def test_never_is_above_any_sum() -> None:

@@ -142,25 +142,23 @@ def test_asks_once(probes: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    "other",
+    ("other", "low"),
     [
-        call(aten.scatter_reduce.two, x, 0, long[:, None], x, "prod"),  # another mode
-        call(aten.scatter_reduce.two, x[0], 0, long, x[0], "sum"),  # another rank
-        call(aten.scatter_reduce.two, x, 0, long[:, None], x, "sum", include_self=False),
+        (call(aten.scatter_reduce.two, x, 0, long[:, None], x, "prod"), torch.float16),
+        (call(aten.scatter_reduce.two, x[0], 0, long, x[0], "sum"), torch.float16),
+        (
+            call(aten.scatter_reduce.two, x, 0, long[:, None], x, "sum", include_self=False),
+            torch.float16,
+        ),
+        (call(aten.scatter_reduce.two, x, 0, long[:, None], x, "sum"), torch.bfloat16),
     ],
-    ids=["mode", "rank", "flag"],
+    ids=["mode", "rank", "flag", "dtype"],
 )
-def test_asks_again(probes: list[str], other: fx.Node) -> None:
+def test_asks_again(probes: list[str], other: fx.Node, low: torch.dtype) -> None:
     """What may pick another kernel is asked again."""
     first = call(aten.scatter_reduce.two, x, 0, long[:, None], x, "sum")
-    for node in (first, other):
-        kernels.has_kernel(node, torch.float16, CPU)
-    assert len(probes) == 2
-
-
-def test_asks_for_each_dtype(probes: list[str]) -> None:
-    for low in (torch.float16, torch.bfloat16):
-        kernels.has_kernel(call(aten.relu.default, x), low, CPU)
+    kernels.has_kernel(first, torch.float16, CPU)
+    kernels.has_kernel(other, low, CPU)
     assert len(probes) == 2
 
 

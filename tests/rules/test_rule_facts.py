@@ -220,18 +220,14 @@ def kept(name: str) -> tuple[torch.Tensor, list[torch.Tensor]]:
 
 
 @pytest.mark.parametrize(
-    "name", [n for n in having(lambda r: r.keeps is Keeps.NOTHING) if n not in KEPT_OTHERWISE]
-)
-def test_keeps_nothing(name: str) -> None:
-    assert kept(name)[1] == []
-
-
-@pytest.mark.parametrize(
-    "name", [n for n in having(lambda r: r.keeps is Keeps.RESULT) if n not in KEPT_OTHERWISE]
-)
-def test_keeps_its_result(name: str) -> None:
+    ("name", "keeps"),
+    [(name, keeps) for keeps in (Keeps.NOTHING, Keeps.RESULT)
+     for name in having(lambda r, keeps=keeps: r.keeps is keeps) if name not in KEPT_OTHERWISE],
+)  # fmt: skip
+def test_keeps(name: str, keeps: Keeps) -> None:
+    """Nothing, or its result."""
     result, found = kept(name)
-    assert found
+    assert bool(found) is (keeps is Keeps.RESULT)
     assert all(tensor.data_ptr() == result.data_ptr() for tensor in found)
 
 

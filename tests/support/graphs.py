@@ -94,6 +94,13 @@ class Stage:
         return next(n for n in self.gm.graph.nodes if n.name == name)
 
 
+def ran(pass_: pipeline.Pass, program: Any, *inputs: Any, **options: Any) -> Stage:
+    """A stage whose pass has run."""
+    stage = Stage(pass_, program, *inputs, **options)
+    stage.run()
+    return stage
+
+
 def ran_twice(pass_: pipeline.Pass, program: Any, *inputs: Any, **options: Any) -> Stage:
     """A stage whose pass has run twice."""
     stage = Stage(pass_, program, *inputs, **options)

@@ -68,7 +68,3 @@ class Joint:
         text = self.text
         assert not self.run()
         assert self.text == text
-
-
-def weight(*size: int) -> torch.Tensor:
-    return torch.randn(size, requires_grad=True)

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from compare import leaf as leaf
 from torch import fx, nn
 from torch.nn import functional as F
 
@@ -62,8 +63,8 @@ def results_and_grads(
 ) -> list[torch.Tensor]:
     """The outputs, then the gradients of their weighted sum by every leaf."""
     leaves = [x for x in (*inputs, *parameters) if isinstance(x, torch.Tensor) and x.requires_grad]
-    for leaf in leaves:
-        leaf.grad = None
+    for one in leaves:
+        one.grad = None
     outputs = function(*inputs)
     outputs = (
         [outputs] if isinstance(outputs, torch.Tensor) else [x for x in outputs if x is not None]
@@ -91,10 +92,6 @@ def assert_same(
 
 def pieces_compiled() -> int:
     return int(torch._dynamo.utils.counters["aot_autograd"]["ok"])
-
-
-def leaf(*size: int) -> torch.Tensor:
-    return torch.randn(size, requires_grad=True)
 
 
 class Net(nn.Module):

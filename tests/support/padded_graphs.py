@@ -21,9 +21,9 @@ PAD, SLICE = "constant_pad_nd", "slice"
 class Chain(nn.Module):
     """Two projections of odd sizes with something between them."""
 
-    def __init__(self, between: Callable[[Tensor], Tensor] = F.gelu, *, bias: bool = True) -> None:
+    def __init__(self, between: Callable[[Tensor], Tensor] = F.gelu) -> None:
         super().__init__()
-        self.up, self.down = nn.Linear(257, 1001, bias), nn.Linear(1001, 257, bias)
+        self.up, self.down = nn.Linear(257, 1001), nn.Linear(1001, 257)
         self.between = between
 
     def forward(self, x: Tensor) -> Tensor:
