@@ -56,6 +56,7 @@ DEVIATIONS = {
     "atan2": (FULL, "its backward squares both operands: 0/0 where they are below 2.4e-4"),
     "addcdiv": (FULL, "its backward divides by a square"),
     "scatter_add": (FULL, "a sum of as many terms as its index names: promoted low ones round"),
+    "tensordot": (LOW, "it is one matmul of reshaped operands; CPUs' autocast runs it low, too"),
 }
 
 EXPECTED = {
@@ -87,6 +88,13 @@ def row(name: str) -> Rule:
 def test_agrees_with_torch_amp() -> None:
     differs = {name: row(name).precision for name in EXPECTED}.items() - EXPECTED.items()
     assert differs == {(name, precision) for name, (precision, _why) in DEVIATIONS.items()}
+
+
+def test_what_comes_down_to_matmuls_is_low() -> None:
+    """An operator that follows its operands stays FP32 beside an FP32 parameter, in silence."""
+    assert {key for key, rule in TABLE.items() if rule.multiplies} == {
+        key for key, rule in TABLE.items() if rule.precision is LOW and key != "aten::prelu"
+    }
 
 
 def test_safe_activations_may_run_low() -> None:
