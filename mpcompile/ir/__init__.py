@@ -76,15 +76,7 @@ from .memory import (
     written_by_name,
 )
 from .shapes import hint, known_equal, known_multiple, same_shape
-from .step_config import (
-    because,
-    part,
-    set_slot,
-    slot_of,
-    slots,
-    traced,
-    writes,
-)
+from .step_config import because, part, set_slot, slot_of, slots, traced, writes
 from .text import frames, line, module_path, render, source, type_text
 from .values import (
     aten,

@@ -12,11 +12,11 @@ from collections.abc import Iterator
 from repository import ROOT, sources
 
 LIMITS = {
-    "lines of source": 40104,
-    "lines of code": 25097,
-    "files of source": 254,
-    "lines of tests": 60241,
-    "warnings that count more than two frames": 16,
+    "lines of source": 39802,
+    "lines of code": 24831,
+    "files of source": 250,
+    "lines of tests": 59588,
+    "warnings that count more than two frames": 0,
     "registries of modules": 25,
 }
 _NO_CODE = {

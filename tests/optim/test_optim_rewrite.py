@@ -59,7 +59,7 @@ mul: f32[3] = mul(grad0, neg)
 add: f32[3] = add(param0, mul)
 copy_: f32[3] = copy_(param0, add)
 return 
-""",
+""",  # noqa: W291
     )
 
 
@@ -161,5 +161,5 @@ copy_: f32[3] = copy_(param0, where_1)
 _to_copy_2: bf16[3] = _to_copy(where_1, dtype=bf16)
 copy__1: bf16[3] = copy_(copy0, _to_copy_2)
 return 
-""",
+""",  # noqa: W291
     )
