@@ -19,7 +19,8 @@ A LOW node takes a wide operand as autocast would, unless this is *exact*: integ
 the last whole number of the low dtype (2048 in FP16, 256 in BF16), or any position where the
 node's result is read digit by digit (`ir.read_by_digit`), as an angle is. Then the node is pinned.
 Exact is no more what was computed from data, too (`h * mask`, `h / length`): rounding it loses no
-more than rounding `h`. Nor is the result of a product, unless it is read digit by digit.
+more than rounding `h`. Whole numbers that come from data (`(h * 8).round() / 8`) are no positions.
+Nor is the result of a product exact, unless it is read digit by digit.
 Integers that are zeros and ones (a mask, a one-hot) are exact in any dtype, and not wide.
 
 The user's policy is never overruled.
@@ -64,9 +65,11 @@ def guard_constants(gm: fx.GraphModule, config: Config) -> bool:
     data, integers = _computed_from_data(gm.graph), _wide_integers(gm.graph)
     for node in gm.graph.nodes:
         found = _origin(node, gm, config, integers)
+        mixed = any(n in data for _, n in ir.float_args(node))
+        if found is not None and mixed:  # whole numbers of data, which a product may round as well
+            found = replace(found, position=False, exact=False)
         if found is None and ir.is_marked(node):
             found = _through(node, wide, integers, read_by_digit=node in by_digit)
-            mixed = any(n in data for _, n in ir.float_args(node))
             if found is not None and mixed and not _copies(node):
                 found = replace(found, exact=False)
         if found is not None and any(True for _ in ir.tensors_of(node.meta.get("mp_captured"))):

@@ -202,6 +202,33 @@ def test_products_after_integers_are_low(name: str, how: Any) -> None:
     assert {n.precision for n in found} == {"LOW"}
 
 
+QUANTIZED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "rounded": lambda h: (h * 8).round() / 8,
+    "straight through": lambda h: h + ((h * 8).round() / 8 - h).detach(),
+    "by floor": lambda h: (h * 8 + 0.5).floor() / 8,
+    "clamped": lambda h: (h * 8).clamp(-7, 7).round() / 8,
+    "by a scale of its own": lambda h: (h / (s := h.detach().abs().max() / 7)).round() * s,
+    "what is left of a division": lambda h: h - torch.remainder(h, 0.125),
+    "divided": lambda h: torch.div(h, 0.125, rounding_mode="trunc") * 0.125,
+}
+
+
+@pytest.mark.parametrize("low", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_products_of_quantized_data_are_low(name: str, level: str, low: torch.dtype) -> None:
+    """Though another layer rounds what they give."""
+    quantized = QUANTIZED[name]
+
+    def program(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        h = F.linear(quantized(x.tanh()), quantized(w))
+        return F.linear(quantized(h.tanh()), quantized(w))
+
+    stage = ran(guard_constants, program, leaf(3, 4), leaf(4, 4), low=low, level=level)
+    found = {stage.mark(name).precision for name in ("linear", "linear_1")}
+    assert found == {Precision.LOW}
+
+
 @pytest.mark.parametrize(
     "program",
     [
