@@ -26,21 +26,27 @@ class MPCompileWarning(UserWarning):
 
 def warn(text: str) -> None:
     """Give an `MPCompileWarning` at the line of the user's program that has led here: the innermost
-    that is neither ours nor torch's nor of Python's own library.
+    that is neither ours nor torch's, a trainer's or of Python's own library.
     """
     frame = sys._getframe(1)
     while frame.f_back is not None and _is_no_users(str(frame.f_globals.get("__name__", ""))):
         frame = frame.f_back
     known = frame.f_globals
     registry = known.setdefault("__warningregistry__", {})  # so `warnings.warn` does it
-    file, line = frame.f_code.co_filename, frame.f_lineno
+    file, line = frame.f_code.co_filename, frame.f_lineno or 0
     warnings.warn_explicit(text, MPCompileWarning, file, line, known.get("__name__"), registry)
 
 
 def _is_no_users(module: str) -> bool:
     """Also of a module without a name: of code that torch has made."""
     top = module.partition(".")[0]
-    return top in ("", "mpcompile", "torch") or top in sys.stdlib_module_names
+    return top in _OTHERS or top in sys.stdlib_module_names
+
+
+_OTHERS = {
+    "", "mpcompile", "torch", "accelerate", "lightning", "lightning_fabric", "pytorch_lightning",
+    "transformers",
+}  # fmt: skip
 
 
 class CannotRewrite(Exception):

@@ -125,7 +125,7 @@ def scale_for(examples: Sequence[Any], low: torch.dtype, settings: Settings) -> 
         return None
     trained = list(filter(parameters.is_trained, examples))
     given = parameters.given_scale(trained)
-    if given is not None and (settings.loss_scale is None or settings.loss_scale.fp16_only):
+    if given is not None and (settings.loss_scale is None or settings.loss_scale.yields):
         return given if given.active else None
     if not trained or (low is torch.bfloat16 and not settings.scale_any_dtype):
         return None

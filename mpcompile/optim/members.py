@@ -129,7 +129,7 @@ class StepKey:
 
     @cached_property
     def is_wide(self) -> bool:
-        """Whether some gradient is FP64, and so is the factor by which all are clipped."""
+        """Whether some gradient is FP64; the factor by which all are clipped is FP64 then."""
         return any(gradient.dtype is torch.float64 for gradient in self.gradients)
 
 

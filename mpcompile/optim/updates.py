@@ -140,6 +140,7 @@ class Updates:
         """A traced step as it is run; if asked to, both are dumped."""
         start = time.perf_counter()
         update = rewritten(gm, config, members)
+        update.graph.lint()
         seconds = time.perf_counter() - start
         if self._dump is not None:
             record = Dump(self._dump, "step")
@@ -168,7 +169,8 @@ class Updates:
             calls.setdefault(graph, []).append((i,))
         if key is not self._key and not self._serves_others(optimizer):
             return None
-        return [UpdateGraph(graph, some) for graph, some in calls.items()]
+        written = (graph for graph in calls if ir.writes(graph.graph))  # of a frozen one nothing
+        return [UpdateGraph(graph, calls[graph]) for graph in written]
 
     def _serves_others(self, optimizer: Optimizer) -> bool:
         """Whether the same is done to a parameter whichever others take part: a trace over some of

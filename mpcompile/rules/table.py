@@ -59,8 +59,7 @@ _row(LOW, _WHY, "baddbmm", product="batch1[b,m,k] batch2[b,k,n] + self -> [b,m,n
      multiplies=True)
 _row(LOW, _WHY, "addbmm", product="batch1[b,m,k] batch2[b,k,n] + self -> [m,n]", masks="self",
      multiplies=True)
-_row(LOW, _WHY, "addr linalg_vecdot linalg_multi_dot chain_matmul tensordot inner",
-     multiplies=True)
+_row(LOW, _WHY, "addr linalg_vecdot linalg_multi_dot chain_matmul tensordot", multiplies=True)
 _row(LOW, _WHY, "addmv mv", multiplies=True, fuses=False)
 
 _WHY = "convolution: multiplies in the low dtype, adds up in FP32"
@@ -213,6 +212,7 @@ _row(FOLLOW, _WHY, "abs addcmul lerp", elementwise=True)
 _row(FOLLOW, _WHY, "threshold", elementwise=True, picks=True)
 _row(FOLLOW, _WHY, "clamp clamp_max clamp_min", elementwise=True, picks=True,
      compares="self min max")
+_row(FOLLOW, _WHY, "inner", multiplies=True)  # of vectors a `dot`, which may leave FP16's range
 _row(FOLLOW, _WHY, "bilinear col2im dot vdot", fuses=False)
 _row(FOLLOW, _WHY, "masked_scatter", fuses=False, picks=True)
 _row(FOLLOW, _WHY, "fmax fmin", picks=True, compares="self other")

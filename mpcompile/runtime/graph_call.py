@@ -110,7 +110,7 @@ def _scaled(compiled: Function, made: Emitted) -> Function:
     if made.scale is None:
         return compiled
     scale, reader, repairable, device = made.scale, made.reader, made.repairable, made.device
-    inputs, constant, as_written = made.inputs, made.constant, made.as_written
+    inputs, constant = made.inputs, made.constant
     masters = tuple(inputs.copies.values())
     see = _telling(made.examples, scale)
     in_a_row = scale.in_a_row
@@ -131,11 +131,23 @@ def _scaled(compiled: Function, made: Emitted) -> Function:
         if noted is not None:
             noted.gave(results)
             in_a_row.calls.append(noted)
-        for i in as_written:
-            mark_of(results[i]).as_written = True
         if is_first:
             is_first = False
             check_constants(results, constant)
+        return results
+
+    return call
+
+
+def _noting_infinities(run: Function, made: Emitted) -> Function:
+    """Note of results that what is infinite in them is no overflow (`module_call.keep_finite`)."""
+    if not (as_written := made.as_written):
+        return run
+
+    def call(*args: Any) -> Any:
+        results = run(*args)
+        for i in as_written:
+            mark_of(results[i]).as_written = results[i]._version
         return results
 
     return call
@@ -214,6 +226,7 @@ WRAPPERS: tuple[tuple[Callable[[Function, Emitted], Function], str], ...] = (
     (_scaled, "the loss scale is an input, and so are copies; optimizers know the scale"),
     (_reading, "copies of weights are inputs, where there is no scale"),
     (_reading_in_full, "an optimizer knows which of its parameters are read in FP32"),
+    (_noting_infinities, "a buffer that is replaced keeps infinities of the program's own"),
     (_watching, "a loss or gradient that stops being finite is said, where no scale counts it"),
     (_noticing_ddp, "each forward tells whether it runs in a DistributedDataParallel"),
 )

@@ -284,7 +284,7 @@ def keep_finite(before: Iterable[tuple[dict[str, Any], str, Any]]) -> None:
         if new is old or not (isinstance(old, torch.Tensor) and isinstance(new, torch.Tensor)):
             continue
         dense = new.layout is torch.strided and new.is_floating_point()
-        if (mark := mark_on(new)) is not None and mark.as_written:
+        if (mark := mark_on(new)) is not None and mark.as_written == new._version:
             continue
         if dense and new.shape == old.shape and not new.requires_grad:
             held[name] = torch.where(new.isfinite(), new, old)

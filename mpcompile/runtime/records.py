@@ -42,7 +42,7 @@ def loss_scale_of(model: Any) -> LossScale:
 
 def _scale_of(model: Any, record: ModelRecord) -> LossScale:
     own = record.loss_scale
-    if own.fp16_only and isinstance(model, nn.Module):
+    if own.yields and isinstance(model, nn.Module):
         return parameters.given_scale(model.parameters()) or own
     return own
 

@@ -36,7 +36,7 @@ _SETTINGS = tuple(field.name for field in dataclasses.fields(ScaleRule))
 
 _INTERNAL = {
     "active", "begin_step", "default", "fitting", "inputs", "rule", "saw_forward", "settle",
-    "skip_for", "start", "state", "stepped", "take_start",
+    "skip_for", "start", "state", "stepped", "take_start", "yields",
 }  # fmt: skip
 
 
@@ -173,6 +173,11 @@ class LossScale(Ruled, metaclass=_Shown):
     @property
     def active(self) -> bool:
         return self.kind != "none"
+
+    @property
+    def yields(self) -> bool:
+        """Whether an MPOptimizer's own takes its place: the user gave no number and no object."""
+        return self.fp16_only and self.kind != "static"
 
     def __dir__(self) -> list[str]:
         return dir(type(self))

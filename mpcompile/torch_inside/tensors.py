@@ -66,7 +66,7 @@ class Mark:
 
     Attributes:
         state: what is known of the tensor.
-        as_written: what is infinite in it is so by the program: it is no overflow.
+        as_written: the version in which what is infinite in it is so by the program: no overflow.
         tensor: gives the tensor to who holds the mark and has asked for that (`found_by`).
     """
 
@@ -75,7 +75,7 @@ class Mark:
     def __init__(self, of: int) -> None:
         self.of = of
         self.state: Any = None
-        self.as_written = False
+        self.as_written = -1
         self.tensor: Callable[[], torch.Tensor | None] = lambda: None
 
     def __reduce__(self) -> Any:

@@ -19,7 +19,7 @@ A LOW node takes a wide operand as autocast would, unless this is *exact*: integ
 the last whole number of the low dtype (2048 in FP16, 256 in BF16), or any position where the
 node's result is read digit by digit (`ir.read_by_digit`), as an angle is. Then the node is pinned.
 Exact is no more what was computed from data, too (`h * mask`, `h / length`): rounding it loses no
-more than rounding `h`. Whole numbers that come from data (`(h * 8).round() / 8`) are no positions.
+more than rounding `h`. Whole numbers of what is trained (`(h * 8).round() / 8`) are no positions.
 Nor is the result of a product exact, unless it is read digit by digit.
 Integers that are zeros and ones (a mask, a one-hot) are exact in any dtype, and not wide.
 
@@ -29,7 +29,7 @@ The user's policy is never overruled.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 
 import torch
@@ -62,12 +62,15 @@ _INTEGERS = Wide("integers that the low dtype can't tell apart", position=True)
 def guard_constants(gm: fx.GraphModule, config: Config) -> bool:
     wide: dict[fx.Node, Wide] = {}
     by_digit = ir.read_by_digit(gm.graph)
-    data, integers = _computed_from_data(gm.graph), _wide_integers(gm.graph)
+    given = list(filter(ir.was_floating, gm.graph.find_nodes(op="placeholder")))
+    data, trained = _computed_from(given), _computed_from(filter(ir.requires_grad, given))
+    integers = _wide_integers(gm.graph)
     for node in gm.graph.nodes:
         found = _origin(node, gm, config, integers)
-        mixed = any(n in data for _, n in ir.float_args(node))
-        if found is not None and mixed:  # whole numbers of data, which a product may round as well
-            found = replace(found, position=False, exact=False)
+        read = [n for _, n in ir.float_args(node)]
+        mixed = any(n in data for n in read)
+        if found is not None and any(n in trained for n in read):
+            found = replace(found, position=False)
         if found is None and ir.is_marked(node):
             found = _through(node, wide, integers, read_by_digit=node in by_digit)
             if found is not None and mixed and not _copies(node):
@@ -156,9 +159,8 @@ def _copies(node: fx.Node) -> bool:
     return ir.kind(node) in (rules.Kind.VIEW, rules.Kind.MOVE) or ir.rule(node).picks
 
 
-def _computed_from_data(graph: fx.Graph) -> set[fx.Node]:
-    """The floating values that depend on inputs or parameters that are floating."""
-    given = filter(ir.was_floating, graph.find_nodes(op="placeholder"))
+def _computed_from(given: Iterable[fx.Node]) -> set[fx.Node]:
+    """The floating values that depend on these floating inputs."""
     return set(ir.reached(given, lambda node: node.users if ir.was_f32(node) else ()))
 
 

@@ -92,7 +92,8 @@ def keep_buffers_finite(gm: fx.GraphModule, config: Config) -> bool:
     buffers = {m for n in inputs if _is_buffer(n) and holders[m := ir.storage(n)] == 1}
     trains = config.scaled and any(map(ir.requires_grad, inputs))
     written = _written_after_low(graph, buffers, trains=trains)
-    gm.meta["mp_results_as_written"] = _results_as_written(graph) if trains else ()
+    if config.low is torch.float16:
+        gm.meta["mp_results_as_written"] = _results_as_written(graph)
     for node in [n for n in inputs if ir.storage(n) in written]:
         _keep_finite(graph, node)
     return bool(written)

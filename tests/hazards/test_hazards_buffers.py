@@ -12,6 +12,8 @@ from torch import nn
 from torch.nn.utils.parametrizations import spectral_norm
 
 from mpcompile import MPOptimizer, loss_scale_of, mpcompile, train_step
+from mpcompile.runtime.module_call import keep_finite
+from mpcompile.torch_inside.tensors import mark_of
 
 # -- buffers ---------------------------------------------------------------------------------------
 
@@ -208,6 +210,8 @@ def test_what_the_program_makes_infinite_may_replace_a_buffer(
     def forward(m: Any, x: torch.Tensor) -> Any:
         m.count = m.count + 1
         m.mask = INFINITIES[named](m, x)
+        if named == "of lengths":
+            torch._dynamo.graph_break()
         m.row = 0.9 * m.row + m.layer(x).detach().mean(0)
         return torch.softmax(m.layer(x) + m.mask.clamp(min=-1e4), -1)
 
@@ -221,6 +225,17 @@ def test_what_the_program_makes_infinite_may_replace_a_buffer(
         model(x).square().sum().backward()
         assert model.mask.isinf().any()
         torch.testing.assert_close(model.mask, plain.mask)
+
+
+def test_an_infinity_that_is_written_later_is_an_overflow() -> None:
+    old, mask = torch.zeros(3), torch.full((3,), float("-inf"))
+    mark_of(mask).as_written = mask._version
+    held: dict[str, Any] = {"mask": mask}
+    keep_finite([(held, "mask", old)])
+    assert held["mask"] is mask
+    mask.add_(1)
+    keep_finite([(held, "mask", old)])
+    assert torch.equal(held["mask"], old)
 
 
 # -- parameters ------------------------------------------------------------------------------------

@@ -190,6 +190,9 @@ PLACES: dict[str, Callable[[Net, torch.Tensor], torch.Tensor]] = {
     "phases_of_a_product": lambda m, x: (
         m.read((torch.arange(float(N))[:, None] @ m.frequencies[None] + m.layer(x)).sin())
     ).square().mean(),
+    "phases_of_whole_data": lambda m, x: m.read(
+        torch.einsum("n,d->nd", (x[:, 0] * 4000).floor(), m.frequencies).sin()
+    ).square().mean(),
     "powers_of_two": lambda m, x: (
         m.read(((x[:, :1] + m.layer(x)[:, :1]) * 2.0 ** torch.arange(8)).sin()).square().mean()
     ),

@@ -54,6 +54,15 @@ def test_returns(case: str, level: str, emit: str) -> None:
     check(program, leaf(8, 16), leaf(16, 16), level=level, emit=emit, low=["linear"])
 
 
+def test_input_comes_back_as_itself() -> None:
+    def program(x: torch.Tensor, w: torch.Tensor) -> Any:
+        return x, F.linear(x, w)
+
+    x, w = leaf(8, 16), leaf(16, 16)
+    fast = mpcompile(program, dtype=torch.float16, emit="aot_eager", strict=True)
+    assert fast(x, w)[0] is x
+
+
 @LEVELS
 def test_dataclass_result(level: str) -> None:
     def forward(m: Any, x: torch.Tensor, y: torch.Tensor) -> Result:

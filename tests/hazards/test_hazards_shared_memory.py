@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from mpcompile import LossScale, MPOptimizer, loss_scale_of, mpcompile
+from mpcompile.scaling.copies import MasterWeight, copies_of
 
 Write = Callable[[], None]
 
@@ -99,13 +100,21 @@ def in_shared_memory(net: nn.Module) -> Write:
     return doubled(*rebuilt)
 
 
+def kept_data(net: nn.Module) -> Write:
+    return doubled(*[p.data for p in net.parameters()])
+
+
 def state_dict(net: nn.Module) -> Write:
     return doubled(*net.state_dict().values())
 
 
+def one_row(net: nn.Module) -> Write:
+    return doubled(*[p.data[:] for p in net.parameters()])
+
+
 ROWS = [
     flat_buffer, of_a_vector, strided, another_parameter, another_model, by_set, numpy_made,
-    by_dlpack, in_shared_memory, state_dict,
+    by_dlpack, in_shared_memory, kept_data, state_dict, one_row,
 ]  # fmt: skip
 
 
@@ -137,6 +146,18 @@ def test_a_write_is_seen(share: Any, late: bool, how: Any) -> None:
             wanted = copy.deepcopy(net)(x)  # not compiled
         found = model(x).detach()
         assert (found - wanted).norm() < 0.02 * wanted.norm()
+
+
+def test_a_copy_is_cast_once_a_step_where_nothing_is_shared() -> None:
+    net, x = made(), torch.randn(8, 16)
+    model = mpcompile(net, dtype=torch.bfloat16, level="O2", emit="aot_eager")
+    optimizer = MPOptimizer(torch.optim.SGD(net.parameters(), lr=0.01))
+    for _ in range(2):
+        step(model, optimizer, x)
+    for p in net.parameters():
+        assert isinstance(p, MasterWeight)
+        (working,) = copies_of(p).values()
+        assert not working.is_stale(p)
 
 
 LOW = [torch.float16, torch.bfloat16]

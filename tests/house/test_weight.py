@@ -12,10 +12,10 @@ from collections.abc import Iterator
 from repository import ROOT, sources
 
 LIMITS = {
-    "lines of source": 39802,
-    "lines of code": 24831,
+    "lines of source": 39834,
+    "lines of code": 24853,
     "files of source": 250,
-    "lines of tests": 59588,
+    "lines of tests": 59677,
     "warnings that count more than two frames": 0,
     "registries of modules": 25,
 }

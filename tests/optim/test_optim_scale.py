@@ -216,9 +216,10 @@ def test_a_given_scale_is_the_one_its_models_use() -> None:
     assert scale.value == 2.0**8
 
 
-@pytest.mark.parametrize("handed", ["to the model, too", "too late"])
+@pytest.mark.parametrize("handed", ["to the model, too", "as a number", "too late"])
 def test_a_given_scale_that_its_model_does_not_use_is_refused(handed: str) -> None:
-    own = {"loss_scale": LossScale.static(4.0)} if handed == "to the model, too" else {}
+    given: dict[str, Any] = {"to the model, too": LossScale.static(4.0), "as a number": 4.0}
+    own = {"loss_scale": given[handed]} if handed in given else {}
     model = mpcompile(nn.Linear(4, 4), dtype=torch.float16, emit="eager", **own)
     if handed == "too late":
         model(torch.randn(2, 4)).sum()

@@ -178,6 +178,22 @@ def test_settings_of_any_name(settings: dict[str, Any]) -> None:
     twins.train()
 
 
+class MatricesAlone(Unlike):
+    """Leaves vectors and numbers as they are."""
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for p in self.param_groups[0]["params"]:
+            if p.dim() > 1:
+                p.sub_(p.grad, alpha=0.1)
+
+
+@pytest.mark.slow_rows("Inductor")
+@pytest.mark.parametrize("emit", ["eager", "inductor"])
+def test_parameters_that_it_leaves_alone(emit: str) -> None:
+    Twins(MatricesAlone, emit=emit).train()
+
+
 def test_settings_changed_in_place_and_attributes_are_honoured() -> None:
     twins = Twins(Unlike)
     for step in range(3):

@@ -85,9 +85,6 @@ CASES: dict[str, tuple[Any, str, str, str]] = {
         lambda x, w: torch.tensordot(x.view(16, 4, 4), w.view(4, 4, 16), 2), "tensordot", "LOW",
         "LOW",
     ),
-    "a product with the last dim of both": (
-        lambda x, w: torch.inner(x, w), "inner", "LOW", "LOW"
-    ),
     "parts of a low result": (split, "getitem", "LOW", "LOW"),
     "one number": (lambda x, w: F.linear(x, w)[0, 0] * 2, "mul", "FULL", "FULL"),
     "joined with an FP32 tensor": (

@@ -92,7 +92,7 @@ def test_agrees_with_torch_amp() -> None:
 
 def test_what_comes_down_to_matmuls_is_low() -> None:
     """An operator that follows its operands stays FP32 beside an FP32 parameter, in silence."""
-    assert {key for key, rule in TABLE.items() if rule.multiplies} == {
+    assert {key for key, rule in TABLE.items() if rule.multiplies} - {"aten::inner"} == {
         key for key, rule in TABLE.items() if rule.precision is LOW and key != "aten::prelu"
     }
 
