@@ -15,7 +15,7 @@ LIMITS = {
     "lines of source": 39834,
     "lines of code": 24853,
     "files of source": 250,
-    "lines of tests": 59677,
+    "lines of tests": 59691,
     "warnings that count more than two frames": 0,
     "registries of modules": 25,
 }

@@ -14,7 +14,8 @@ from block_net import Net
 from torch import nn
 
 import mpcompile as module
-from mpcompile import MPCompileError
+from mpcompile import MPCompileError, MPCompileWarning
+from mpcompile.errors import warn
 
 # Any: a type checker would find most of these mistakes.
 mp: Any = module
@@ -291,3 +292,16 @@ def test_the_backend_says_the_same() -> None:
             model(X)
     with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="the backend is a word"):
         compile_by_torch(Net(), backend=mpcompile)(X)
+
+
+OURS = ["mpcompile.runtime.x", "torch._dynamo.x", "lightning.pytorch.x", "functools", None]
+
+
+@pytest.mark.parametrize(("name", "is_ours"), [*((m, True) for m in OURS), ("theirs.x", False)])
+def test_a_warning_names_the_users_line(name: str | None, is_ours: bool) -> None:
+    """The innermost one; code that torch has made has no module."""
+    scope: dict[str, Any] = {"warn": warn} if name is None else {"warn": warn, "__name__": name}
+    exec("def inner():\n    warn('said')\ndef outer():\n    inner()", scope)
+    with pytest.warns(MPCompileWarning, match="said") as caught:
+        scope["outer"]()
+    assert caught[0].filename == (__file__ if is_ours else "<string>")
