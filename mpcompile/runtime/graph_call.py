@@ -23,7 +23,7 @@ from ..scaling.kept_copies import KeptCopies
 from ..scaling.loss_scale import LossScale
 from ..scaling.parameters import Derived, is_trained, own_again
 from ..torch_inside.distributed import active_ddp
-from ..torch_inside.tensors import mark_of
+from ..torch_inside.tensors import mark_of, version
 from .repair import NotedCall, Repairable, repair
 from .stays_finite import watching
 
@@ -146,8 +146,9 @@ def _noting_infinities(run: Function, made: Emitted) -> Function:
 
     def call(*args: Any) -> Any:
         results = run(*args)
-        for i in as_written:
-            mark_of(results[i]).as_written = results[i]._version
+        if torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
+            for i in as_written:
+                mark_of(results[i]).as_written = version(results[i])
         return results
 
     return call

@@ -41,7 +41,7 @@ from ..torch_inside.modules import (
     set_compiled_call,
 )
 from ..torch_inside.names import BackendCompilerFailed, autocast_is_on, torchscript_trace
-from ..torch_inside.tensors import mark_on
+from ..torch_inside.tensors import mark_on, version
 from . import given_up, uncalled
 from .half_inputs import refuse_written, widened, widens_inputs
 from .left_to_python import ProductsCheck, enter_by_itself
@@ -284,7 +284,7 @@ def keep_finite(before: Iterable[tuple[dict[str, Any], str, Any]]) -> None:
         if new is old or not (isinstance(old, torch.Tensor) and isinstance(new, torch.Tensor)):
             continue
         dense = new.layout is torch.strided and new.is_floating_point()
-        if (mark := mark_on(new)) is not None and mark.as_written == new._version:
+        if (mark := mark_on(new)) is not None and 0 <= mark.as_written == version(new):
             continue
         if dense and new.shape == old.shape and not new.requires_grad:
             held[name] = torch.where(new.isfinite(), new, old)

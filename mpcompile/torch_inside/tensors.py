@@ -66,7 +66,7 @@ class Mark:
 
     Attributes:
         state: what is known of the tensor.
-        as_written: the version in which what is infinite in it is so by the program: no overflow.
+        as_written: the version in which its infinities are the program's own; -1: none.
         tensor: gives the tensor to who holds the mark and has asked for that (`found_by`).
     """
 

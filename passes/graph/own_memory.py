@@ -144,8 +144,7 @@ def _results_as_written(graph: fx.Graph) -> tuple[int, ...]:
         return [] if ir.rule(node).creates else node.all_input_nodes
 
     results: Any = graph.output_node().args[0]
-    known = [(i, ir.tensor(r)) for i, r in enumerate(results) if isinstance(r, fx.Node)]
-    floating = [i for i, value in known if value is not None and value.is_floating_point()]
+    floating = [i for i, r in enumerate(results) if isinstance(r, fx.Node) and ir.was_floating(r)]
     return tuple(i for i in floating if not any(map(is_other, ir.reached([results[i]], read))))
 
 

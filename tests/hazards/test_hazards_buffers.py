@@ -13,7 +13,7 @@ from torch.nn.utils.parametrizations import spectral_norm
 
 from mpcompile import MPOptimizer, loss_scale_of, mpcompile, train_step
 from mpcompile.runtime.module_call import keep_finite
-from mpcompile.torch_inside.tensors import mark_of
+from mpcompile.torch_inside.tensors import mark_of, version
 
 # -- buffers ---------------------------------------------------------------------------------------
 
@@ -227,9 +227,19 @@ def test_what_the_program_makes_infinite_may_replace_a_buffer(
         torch.testing.assert_close(model.mask, plain.mask)
 
 
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad, torch.enable_grad])
+def test_a_constant_result_in_any_mode(mode: Any) -> None:
+    def forward(m: Any, x: torch.Tensor) -> Any:
+        return m.layer(x), torch.full((3,), float("-inf"))
+
+    model = mpcompile(module_of(forward, layer=nn.Linear(10, 10)), dtype="fp16", emit="aot_eager")
+    with mode():  # in inference mode a tensor has no version
+        assert model(torch.randn(4, 10))[1].isinf().all()
+
+
 def test_an_infinity_that_is_written_later_is_an_overflow() -> None:
     old, mask = torch.zeros(3), torch.full((3,), float("-inf"))
-    mark_of(mask).as_written = mask._version
+    mark_of(mask).as_written = version(mask)
     held: dict[str, Any] = {"mask": mask}
     keep_finite([(held, "mask", old)])
     assert held["mask"] is mask

@@ -15,17 +15,9 @@ import pytest
 import torch
 from torch import nn
 
-from mpcompile import (
-    LossScale,
-    MPCompileError,
-    MPOptimizer,
-    cli,
-    compiled_plans,
-    explain,
-    mpcompile,
-    plan_for,
-)
+from mpcompile import LossScale, MPCompileError, MPOptimizer, cli, explain, mpcompile, plan_for
 from mpcompile.rules.policy import Level, Policy
+from mpcompile.runtime.records import compiled_plans
 from mpcompile.settings import OPTIONS, Option, Options, Settings
 from mpcompile.verify.verdicts import Verify
 
@@ -200,10 +192,8 @@ def test_bf16_is_scaled_by_a_loss_scale_of_the_users_alone(apart: bool) -> None:
     for given, scaled in ((8.0, False), ("grad_scaler", False), (LossScale.static(8.0), True)):
         net: Any = nn.Linear(4, 4)
         options: dict[str, Any] = {"dtype": "bf16", "emit": "eager", "loss_scale": given}
-        if apart:
-            run = torch.compile(net, backend="mpcompile", options=options)
-        else:
-            run = mpcompile(net, **options)
+        by_torch: Any = lambda net, o=options: torch.compile(net, backend="mpcompile", options=o)
+        run = by_torch(net) if apart else mpcompile(net, **options)
         run(torch.randn(2, 4)).sum().backward()
         assert [plan.scaled for plan in compiled_plans(run)] == [scaled]
         torch.testing.assert_close(net.bias.grad, torch.full((4,), 2.0))
