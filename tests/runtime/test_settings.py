@@ -192,8 +192,8 @@ def test_bf16_is_scaled_by_a_loss_scale_of_the_users_alone(apart: bool) -> None:
     for given, scaled in ((8.0, False), ("grad_scaler", False), (LossScale.static(8.0), True)):
         net: Any = nn.Linear(4, 4)
         options: dict[str, Any] = {"dtype": "bf16", "emit": "eager", "loss_scale": given}
-        by_torch: Any = lambda net, o=options: torch.compile(net, backend="mpcompile", options=o)
-        run = by_torch(net) if apart else mpcompile(net, **options)
+        how: Any = {"backend": "mpcompile", "options": options} if apart else options
+        run: Any = torch.compile(net, **how) if apart else mpcompile(net, **how)
         run(torch.randn(2, 4)).sum().backward()
         assert [plan.scaled for plan in compiled_plans(run)] == [scaled]
         torch.testing.assert_close(net.bias.grad, torch.full((4,), 2.0))
