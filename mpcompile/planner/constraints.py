@@ -4,7 +4,8 @@ At O1 a FOLLOW operator that computes with an FP32 value is FULL, whatever that 
 accumulates stays FP32. At O2 an operator is FULL if it reads only values that a guard or the user
 wants in FP32 (their range is unknown), if no path of undecided operators joins it to a LOW one, or
 if it passes a probability on to FP32 arithmetic; and a result that such arithmetic reads is not
-rounded. What is read digit by digit (a place in a table, an angle) is decided as at O1.
+rounded. Residual streams, and what is read digit by digit (a place in a table, an angle), are
+decided as at O1.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from ..rules import Kind
 from ..rules.policy import Config, Level, Precision
 from .min_cut import OF_RESULT
 from .reads import counted_operands, is_trained, read_by, root
+from .residuals import residual_streams
 from .times import seconds
 
 LOW, FULL, FOLLOW, KEEP = Precision.LOW, Precision.FULL, Precision.FOLLOW, Precision.KEEP
@@ -56,6 +58,7 @@ class Constraints:
         self._members = set(self.open)
         self._follow = {n for n in nodes if ir.precision(n) is FOLLOW}
         self._digits = ir.read_by_digit(graph) if config.level is Level.O2 else set()
+        self._streams = residual_streams(graph) if config.level is Level.O2 else set()
         self._wide = self._find_wide(graph)
         self._near_low = self._find_near_low()
         self._tiny = self._find_tiny(graph)
@@ -76,6 +79,8 @@ class Constraints:
             by_digit = item.node in self._digits
             if by_digit or self._read_exactly(item.node) or self._stays_tiny(item.node):
                 yield "read exactly"
+            if item.node in self._streams:
+                yield "residual stream"
             if not any(ir.precision(n) is LOW or n in self._near_low for n in item.node.users):
                 yield "nothing low near"
         elif item in self._follow:
@@ -85,6 +90,8 @@ class Constraints:
                 yield "nothing low near"
             if self.config.level is Level.O1 and not counted_operands(item):
                 yield "no operand"
+            if item in self._streams:
+                yield "residual stream"
             value = ir.captured(item)
             if value is not None and value.ndim == 0:
                 yield "one number"

@@ -110,6 +110,8 @@ def _reason(objective: Objective, node: fx.Node, best: Mapping[Item, bool], low:
         return f"{rule}; one number: FP32 costs nothing"
     if "no operand" in costs.low:
         return f"{rule}; FP32 in"
+    if "residual stream" in costs.low:
+        return f"{rule}; a residual stream: FP32 as at O1"
     wide = [n.name for n in objective.constraints.forced_by(node) if ir.precision(n) is not LOW]
     if wide and not low:
         return f"{rule}; promoted, since {wide[0]} is FP32"

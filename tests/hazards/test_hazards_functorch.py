@@ -5,6 +5,7 @@ Dynamo's note of what autograd tracks is, inside a transform, that of the transf
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -199,10 +200,14 @@ def test_products_that_stay_in_fp32_are_said_once(caplog: pytest.LogCaptureFixtu
 # -- the two checks that do not read what the proof reads -----------------------------------------
 
 
-def with_a_fault(monkeypatch: pytest.MonkeyPatch) -> nn.Module:
-    """A model whose branches the proof takes for constants, beside a result that it knows."""
-    others = [p for p in spec.PROMISES if p.check is not spec._tracked_as_captured]
-    monkeypatch.setattr(spec, "PROMISES", tuple(others))
+def with_a_fault(monkeypatch: pytest.MonkeyPatch, *unasked: Callable[..., Any]) -> nn.Module:
+    """A model whose branches the proof takes for constants, beside a result that it knows.
+
+    Neither the check that finds this in the graph is made, nor those in `unasked`.
+    """
+    without = {spec._tracked_as_captured, *unasked}
+    others = tuple(promise for promise in spec.PROMISES if promise.check not in without)
+    monkeypatch.setattr(spec, "PROMISES", others)
     monkeypatch.setattr(units.History, "_differentiable", lambda self: lambda i: False)
     return mpcompile(Places(_branches), dtype=torch.float16, emit="aot_eager")
 
@@ -216,10 +221,9 @@ def test_autograd_is_asked_in_the_first_call(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.slow("derivatives inside of graphs, in each place")
 def test_a_gradient_that_follows_the_scale_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first backward asks numbers, even where nothing else does."""
-    model = with_a_fault(monkeypatch)
+    model = with_a_fault(monkeypatch, units.complaints)
     monkeypatch.setattr(graph_call, "check_constants", lambda results, constant: None)
     monkeypatch.setattr(units.History, "reached", lambda self: set(self.inputs))
-    monkeypatch.setattr(units, "complaints", lambda *args: iter(()))
     outs = model(torch.randn(WIDTH, WIDTH))
     with pytest.raises(MPCompileError, match="depends on the loss scale"):
         loss_of(outs).backward()
