@@ -43,6 +43,7 @@ from mpcompile.devices.cpu import CPU
 from mpcompile.plans.partitioned import Saved, saved_by
 from mpcompile.scaling import copies
 from mpcompile.settings import Settings as CompileSettings
+from mpcompile.verify import first_call
 
 LOW = torch.bfloat16
 
@@ -182,6 +183,7 @@ def prepared(
         partitioner["ban_recompute_materialized_backward"] = False
     with (
         mock.patch.object(compile_fx, "compile_fx", counting),
+        mock.patch.object(first_call, "compile_fx", counting),
         functorch.patch(enable_autograd_cache=False, **partitioner),
     ):
         yield LOW if way.half else torch.float32
