@@ -1,4 +1,5 @@
-"""The residual streams of a graph: `x + f(x)`, where products compute `f`, and `x`.
+"""The residual streams of a graph: `x` and `x + f(x)`, or `s * x + f(x)` with a weight `s`, where
+products compute `f`.
 
     layer_norm: FULL                           post-norm: the value itself is not rounded
     add: FULL = add(layer_norm, linear)        FP32 at O1, as under autocast
@@ -12,7 +13,7 @@ here. Nor are rows of a table: the step's low copy of the table is what was roun
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from torch import fx
 
@@ -26,47 +27,75 @@ def residual_streams(graph: fx.Graph) -> set[fx.Node]:
     """The undecided sums of a value that is FP32 at O1 and what products make of it, and what shows
     that value.
     """
-    place = {node: number for number, node in enumerate(graph.nodes)}
+    weights = _weights(graph)
     full = _full_at_o1(graph)
-    found: set[fx.Node] = set()
+    sums: list[tuple[fx.Node, list[fx.Node], fx.Node]] = []
     for node in full:
         read = counted_operands(node) if ir.rule(node).adds else []
         if ir.precision(node) is Precision.FOLLOW and len(read) == 2:
             for stream, result in (read, read[::-1]):
-                carried = list(_carried(stream))
-                activation = stream in full and not ir.is_parameter(carried[-1])
-                if activation and _made_of(place, result, carried):
-                    found.update([node, *carried])
+                if stream in full and stream not in weights:
+                    sums.append((node, list(_carried(stream, weights)), result))
+    is_made_of = _made_by_products(graph, {n for _, carried, _ in sums for n in carried})
+    found: set[fx.Node] = set()
+    for node, carried, result in sums:
+        if any(is_made_of(result, n) for n in carried):
+            found.update([node, *carried])
     return {node for node in found if ir.kind(node) is not Kind.MOVE}
+
+
+def _weights(graph: fx.Graph) -> set[fx.Node]:
+    """Parameters, and what is computed from them alone."""
+    weights: set[fx.Node] = set()
+    for node in graph.nodes:
+        read = node.all_input_nodes
+        if ir.is_parameter(node) or (read and weights.issuperset(read)):
+            weights.add(node)
+    return weights
 
 
 def _full_at_o1(graph: fx.Graph) -> set[fx.Node]:
     """What O1 keeps in FP32, whatever it costs: what reads an FP32 value is FP32."""
     full: set[fx.Node] = set()
-    for node in filter(ir.was_f32, graph.nodes):
-        if ir.precision(node) is not Precision.FOLLOW:
-            wide = ir.precision(node) is not Precision.LOW
+    for node in graph.nodes:
+        if ir.precision(node) is Precision.FOLLOW:
+            wide = not full.isdisjoint(_operands(node))
         else:
-            wide = any(operand in full for operand in counted_operands(node))
+            wide = ir.was_f32(node) and ir.precision(node) is not Precision.LOW
         if wide:
             full.add(node)
     return full
 
 
-def _made_of(place: dict[fx.Node, int], result: fx.Node, carried: list[fx.Node]) -> bool:
-    """Whether products compute a result from a value that these nodes show."""
-    first = min(place[node] for node in carried)
-    between = ir.reached(
-        [result], lambda node: [n for n in node.all_input_nodes if place[n] > first]
-    )
-    branch = [node for node in between if node not in carried]
-    products = any(ir.precision(node) is Precision.LOW for node in branch)
-    return products and any(n in carried for node in branch for n in node.all_input_nodes)
+def _made_by_products(
+    graph: fx.Graph, values: Iterable[fx.Node]
+) -> Callable[[fx.Node, fx.Node], bool]:
+    """Whether a node depends on one of these values with a product in between."""
+    bits = {value: 1 << number for number, value in enumerate(values)}
+    read: dict[fx.Node, int] = {}  # all values in one walk: some are read again in every layer
+    made: dict[fx.Node, int] = {}
+    for node in graph.nodes:
+        read[node] = made[node] = 0
+        for operand in node.all_input_nodes:
+            read[node] |= read[operand]
+            made[node] |= made[operand]
+        if ir.rule(node).precision is Precision.LOW:  # also a product that is pinned to FP32
+            made[node] = read[node]
+        read[node] |= bits.get(node, 0)
+    return lambda node, value: bool(made[node] & bits[value])
 
 
-def _carried(stream: fx.Node) -> Iterator[fx.Node]:
-    """The value, and what it shows or only scales: views, a dropout."""
+def _carried(stream: fx.Node, weights: set[fx.Node]) -> Iterator[fx.Node]:
+    """The value, and what it shows or only scales: views, a dropout, a product with a weight."""
     yield stream
-    while ir.precision(stream) is Precision.FOLLOW and len(stream.all_input_nodes) == 1:
-        (stream,) = stream.all_input_nodes
+    while ir.precision(stream) is Precision.FOLLOW:
+        shown = [n for n in _operands(stream) if n not in weights]
+        if len(shown) != 1:
+            break
+        (stream,) = shown
         yield stream
+
+
+def _operands(node: fx.Node) -> list[fx.Node]:
+    """The FP32 values that a node computes with; of one of several results, all of these."""
+    return node.all_input_nodes if ir.is_getitem(node) else counted_operands(node)

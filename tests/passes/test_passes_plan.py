@@ -13,6 +13,7 @@ from mpcompile import ir
 from mpcompile.demo import GPT, GPTConfig
 from mpcompile.passes.graph.place_casts import place_casts
 from mpcompile.passes.graph.plan import plan
+from mpcompile.rules.policy import Policy
 
 # -- small programs --------------------------------------------------------------------------------
 
@@ -171,20 +172,47 @@ def seen_otherwise(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return F.linear(norm(x.view(2, 8, 16) + branch(x, w).view(2, 8, 16)), w)
 
 
+def scaled_by_a_weight(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    x = norm(x)
+    return F.linear(norm(x * w[0] + F.linear(x, w)), w)
+
+
+def of_one_part(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    a, b = norm(x).chunk(2)
+    return F.linear(norm(a + branch(b, w)), w)
+
+
 STREAMS = {  # program -> its streams at O2
     normed_first: ["add", "sub"],
     normed_after: ["layer_norm", "layer_norm_1", "dropout", "add", "add_1"],
     in_parallel: ["mul", "add_1"],
     seen_otherwise: ["mul", "view", "add"],
+    scaled_by_a_weight: ["layer_norm", "mul", "add"],
+    of_one_part: ["layer_norm", "add"],
 }
+
+
+def fully_stored(program: Any, **options: Any) -> set[str]:
+    """What is FP32 at O2, and stored so."""
+    weight = nn.Parameter(torch.randn(16, 16))
+    stage = ran(plan, program, leaf(16, 16), weight, level="O2", **options)
+    return {n for n, mark in decisions(stage).items() if mark in ("FULL [plan]", "FULL [table]")}
 
 
 @pytest.mark.parametrize("program", STREAMS)
 def test_a_residual_stream_is_fp32_at_o2_too(program: Any) -> None:
     """Wherever its norms stand."""
-    stage = ran(plan, program, leaf(16, 16), leaf(16, 16), level="O2")
-    full = [n for n, mark in decisions(stage).items() if mark in ("FULL [plan]", "FULL [table]")]
-    assert {*STREAMS[program]} <= {*full}
+    assert {*STREAMS[program]} <= fully_stored(program)
+
+
+def test_a_residual_stream_beside_a_product_in_fp32() -> None:
+    """Whoever keeps a product in FP32 does not want what it is added to rounded."""
+
+    def program(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        x = F.linear(x, w) * w
+        return F.linear(norm(x + F.linear(norm(x), w)), w)
+
+    assert {"mul", "add"} <= fully_stored(program, policy=Policy(nodes={"linear_1": "fp32"}))
 
 
 class Between(nn.Module):
@@ -211,11 +239,23 @@ def convolved(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return F.relu(x).view(16, 16)
 
 
+def of_the_weight(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    v = norm(w)
+    return F.linear(x, v + F.linear(v, w))
+
+
+def of_something_else(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    h = norm(x)
+    return F.gelu(h + h.amax(-1, keepdim=True) * F.linear(w, w))
+
+
 OTHERS = {
     "a bias": lambda x, w: F.gelu(F.linear(x, w) + w[0]),
     "two products": lambda x, w: F.gelu(F.linear(x, w) + F.linear(x, w.t())),
     "a mask": masked,
     "a stream that is low at O1 as well": convolved,
+    "weights alone": of_the_weight,
+    "a product of something else": of_something_else,
 }
 
 
