@@ -139,19 +139,15 @@ def build(point: Point, dtype: torch.dtype, device: torch.device) -> Calls:
     Raises:
         RuntimeError: the memory of the device is too small.
     """
+    conv = functools.partial(_conv, stride=point.stride)
     builders: dict[str, Callable[..., Calls]] = {
-        "gemm": _gemm,
-        "attention": _attention,
-        "rnn": _rnn,
-        "copy": _copy,
-    }
+        "gemm": _gemm, "conv": conv, "attention": _attention, "rnn": _rnn, "copy": _copy,
+    }  # fmt: skip
 
     def random(*shape: int) -> Tensor:
         # Small, so that sums over thousands of products stay finite in FP16.
         return torch.rand(shape, device=device).sub_(0.5).mul_(0.5).to(dtype)
 
-    if point.kind == "conv":
-        return _conv(random, point.stride, *point.dims)
     return builders[point.kind](random, *point.dims)
 
 
@@ -175,15 +171,9 @@ def _gemm(random: _Random, batch: int, m: int, n: int, k: int) -> Calls:
 
 
 def _conv(
-    random: _Random,
-    stride: int,
-    batch: int,
-    in_channels: int,
-    out_channels: int,
-    kernel: int,
-    positions: int,
-    groups: int,
-) -> Calls:
+    random: _Random, batch: int, in_channels: int, out_channels: int, kernel: int, positions: int,
+    groups: int, *, stride: int,
+) -> Calls:  # fmt: skip
     side, width = math.isqrt(positions), math.isqrt(kernel)
     assert (side * side, width * width) == (positions, kernel), "the grid has squares only"
     layout = torch.channels_last

@@ -40,7 +40,6 @@ def measure(
     *,
     seconds: float = 100.0,
     points: Sequence[Point] | None = None,
-    dtypes: Sequence[torch.dtype] = DTYPES,
     build: Callable[[Point, torch.dtype, torch.device], calls.Calls] = calls.build,
     clock: Callable[[], float] | None = None,
     progress: Callable[[Point, int, int], None] = lambda point, done, of: None,
@@ -64,7 +63,7 @@ def measure(
         alone = not can.asynchronous and torch.get_num_threads() == 1
         clock = time.process_time if alone else time.perf_counter
     ordered = sorted(points or calls.points(large=can.asynchronous), key=_work)
-    timer = _Timer(can, clock, dtypes, build)
+    timer = _Timer(can, clock, build)
     deadline = clock() + seconds
     samples: list[Sample] = []
     for done, point in enumerate(ordered):
@@ -87,7 +86,6 @@ def measure(
 class _Timer:
     can: Capabilities
     clock: Callable[[], float]
-    dtypes: Sequence[torch.dtype]
     build: Callable[[Point, torch.dtype, torch.device], calls.Calls]
     # (kind, dtype) -> its times over those of the first dtype, at the sizes tried so far
     ratios: dict[tuple[str, torch.dtype], list[float]] = field(default_factory=dict)
@@ -96,23 +94,27 @@ class _Timer:
         """Measure one size in every dtype that takes at most its share of the time."""
         end = self.clock() + share
         timed: dict[torch.dtype, tuple[calls.Calls, float]] = {}
-        for dtype in self.dtypes:
-            reference = timed[self.dtypes[0]][1] if timed else None
-            if (made := self._ready(point, dtype, share * PART, reference)) is not None:
-                timed[dtype] = made
+        for dtype in DTYPES:
+            reference = timed[DTYPES[0]][1] if timed else None
+            if (ready := self._ready(point, dtype, share * PART, reference)) is not None:
+                timed[dtype] = ready
             elif not timed:  # the reference for the other dtypes
                 return []
-        rounds: dict[torch.dtype, list[tuple[float, float]]] = {dtype: [] for dtype in timed}
+        fastest = {dtype: [math.inf, math.inf] for dtype in timed}
         for turn in range(ROUNDS):
             started = self.clock()
-            for dtype in _rotated(list(timed), turn):
-                both, cost = timed[dtype]
+            first = turn % len(timed)  # each starts a round in turn
+            for dtype in (*list(timed)[first:], *list(timed)[:first]):
+                made, cost = timed[dtype]
                 count = max(1, math.ceil(self.can.turn / cost))
-                times = [self._block(call, count) for call in (both.forward, both.both)]
-                rounds[dtype].append((times[0], times[1]))
+                for i, call in enumerate((made.forward, made.both)):
+                    fastest[dtype][i] = min(fastest[dtype][i], self._block(call, count))
             if 2 * self.clock() - started > end:  # another round would not fit
                 break
-        samples = [_sample(point, dtype, taken) for dtype, taken in rounds.items()]
+        samples = [
+            Sample(point.kind, dtype, point.dims, forward, max(forward, both))
+            for dtype, (forward, both) in fastest.items()
+        ]
         for sample in samples:
             self.ratios[point.kind, sample.dtype].append(sample.total / samples[0].total)
         return samples
@@ -159,14 +161,3 @@ def _work(point: Point) -> float:
     take about as long.
     """
     return flops(point.kind, point.dims) or 10.0 * point.dims[0]
-
-
-def _rotated(dtypes: list[torch.dtype], turn: int) -> list[torch.dtype]:
-    """The dtypes rotated, so that each starts a round in turn."""
-    first = turn % max(1, len(dtypes))
-    return dtypes[first:] + dtypes[:first]
-
-
-def _sample(point: Point, dtype: torch.dtype, rounds: list[tuple[float, float]]) -> Sample:
-    forward, both = (min(times) for times in zip(*rounds, strict=True))
-    return Sample(point.kind, dtype, point.dims, forward, max(forward, both))
