@@ -198,16 +198,12 @@ def _rounded_away(case: GraphRuns, n: fx.Node, error: float) -> Fault:
 
 def _rounded(n: fx.Node) -> Iterator[fx.Node]:
     """The operators whose results went through a low dtype last, on the way to a node."""
-    seen, queue = {n}, [n]
-    while queue:
-        for operand in queue.pop().all_input_nodes:
-            if operand in seen:
-                continue
-            seen.add(operand)
-            if dtype_of(operand) in HALF:
-                yield ir.unadded(operand)
-            else:
-                queue.append(operand)
+
+    def is_low(x: fx.Node) -> bool:
+        return x is not n and dtype_of(x) in HALF
+
+    above = ir.reached([n], lambda x: () if is_low(x) else x.all_input_nodes)
+    return map(ir.unadded, filter(is_low, above))
 
 
 # -- the backward ----------------------------------------------------------------------------------
