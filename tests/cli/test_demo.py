@@ -6,6 +6,7 @@ import math
 import re
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -205,16 +206,19 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo_run, "HELD_OUT_BATCHES", 2)
 
 
+def ran(out: io.StringIO | None = None, **settings: Any) -> DemoResult:
+    """A run of a tiny model on the CPU, which writes to `out`."""
+    made = DemoSettings(emit="eager", device="cpu", model=TINY, **settings)
+    return run(made, Console(file=out or io.StringIO(), width=140))
+
+
 @pytest.mark.usefixtures("short")
 @pytest.mark.parametrize(
     ("dtype", "level"), [("bfloat16", "O1"), ("float16", "O1"), ("float16", "O2")]
 )
 def test_a_short_run(dtype: str, level: str, tmp_path: Path) -> None:
     out = io.StringIO()
-    settings = DemoSettings(
-        steps=4, dtype=dtype, level=level, emit="eager", device="cpu", dump=tmp_path, model=TINY
-    )
-    result = run(settings, Console(file=out, width=140))
+    result = ran(out, steps=4, dtype=dtype, level=level, dump=tmp_path)
     assert result.mixed.held_out_loss == pytest.approx(result.full.held_out_loss, abs=0.02)
     assert result.fault is None
     assert (result.loss_scale is None) is (dtype == "bfloat16")
@@ -265,11 +269,8 @@ def test_losses_apart_make_the_exit_status_1(
 @pytest.mark.usefixtures("short")
 def test_a_model_of_nan_ends_in_a_sentence(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(demo_run, "LEARNING_RATE", math.inf)
-    settings = DemoSettings(
-        steps=3, dtype="bf16", emit="eager", device="cpu", dump=tmp_path, model=TINY
-    )
     with pytest.warns(MPCompileWarning, match="since training call 2 .* a loss .* is nan"):
-        result = run(settings, Console(file=io.StringIO()))
+        result = ran(steps=3, dtype="bf16", dump=tmp_path)
     assert result.fault == "the held-out loss of FP32 is nan: it should be a finite number"
 
 
@@ -292,24 +293,17 @@ def test_what_a_machine_can_gain(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_where_all_is_fp32_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CPU, "has_units", lambda *_: False)
     monkeypatch.chdir(tmp_path)
-    settings = DemoSettings(steps=2, emit="eager", device="cpu", model=TINY)
-    mixed = run(settings, Console(file=io.StringIO())).mixed
-    assert mixed.name == "FP32 O1"
+    assert ran(steps=2).mixed.name == "FP32 O1"
     assert list(tmp_path.iterdir()) == []  # nothing is written unasked
 
 
 @pytest.mark.slow("whole commands")
 @pytest.mark.usefixtures("short")
 def test_the_same_seed_gives_the_same_fp32_run(tmp_path: Path) -> None:
-    def loss(seed: int) -> float:
-        settings = DemoSettings(
-            steps=2, emit="eager", device="cpu", seed=seed, dump=tmp_path, model=TINY
-        )
-        return run(settings, Console(file=io.StringIO())).full.held_out_loss
-
-    first = loss(0)
-    assert first == loss(0)
-    assert first != loss(1)
+    first, again, other = (
+        ran(steps=2, seed=seed, dump=tmp_path).full.held_out_loss for seed in (0, 0, 1)
+    )
+    assert first == again != other
 
 
 @pytest.mark.sweep("the demo through Inductor, as the command runs it")
