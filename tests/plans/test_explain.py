@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 import torch
 from explained import MODELS, Broken, checkpointed, squared, tagger
-from module_of import module_of
+from small_calls import Calls
+from small_calls import X as SMALL
 from torch import Tensor, nn
 
 from mpcompile import (
@@ -23,11 +24,6 @@ from mpcompile.plans import Plan
 from mpcompile.plans.graph_plan import BackwardNode
 
 X = torch.ones(4, 8)
-
-
-def calls(body: Callable[[nn.Linear, Tensor], Any]) -> nn.Module:
-    """A module whose forward is a function of its layer and its input."""
-    return module_of(lambda self, x: self.body(self.layer, x), layer=nn.Linear(8, 8), body=body)
 
 
 def backward(model: nn.Module, x: Tensor, **options: Any) -> tuple[BackwardNode, ...]:
@@ -81,7 +77,7 @@ def test_a_cast_of_an_input_without_gradient_has_none() -> None:
 
 def test_a_sum_of_gradients_belongs_to_none() -> None:
     """Two readers of a value: autograd adds their gradients outside of any node."""
-    found = backward(calls(lambda layer, x: (y := layer(x)).exp() + y.sin()), X)
+    found = backward(Calls(lambda layer, x: (y := layer(x)).exp() + y.sin()), SMALL)
     assert [n.op for n in found if not n.forward] == ["aten::add"]
 
 
@@ -158,8 +154,8 @@ BREAKS = {
 
 @pytest.mark.parametrize("body", BREAKS)
 def test_a_break_tells_its_reason_and_line(body: Any) -> None:
-    model, (reason, where) = calls(body), BREAKS[body]
-    planned = explain(model, X)
+    model, (reason, where) = Calls(body), BREAKS[body]
+    planned = explain(model, SMALL)
     broken, *_, last = planned.graphs
     assert broken.ends_with.startswith(reason)
     assert broken.ends_with.endswith(where)
@@ -182,13 +178,13 @@ def test_a_branch_on_a_value() -> None:
         y = layer(x)
         return y.exp() if y.sum() > 0 else layer(y)
 
-    model = mpcompile(calls(branches), emit="eager")
-    model(X)
+    model = mpcompile(Calls(branches), emit="eager")
+    model(SMALL)
     first, *_, last = compiled_plans(model)
     assert last.ends_with is None
     says = "Data-dependent branching: the program branches on the value of a tensor"
     assert first.ends_with == f"{says} {line(branches, 2)}"
-    plan = explain(model, X)
+    plan = explain(model, SMALL)
     assert plan.breaks == (first.ends_with,)
     assert sorted(planned_ops(plan)) == [["exp"], ["linear"], ["linear", "sum", "gt"]]
 
@@ -204,7 +200,7 @@ def test_ways_of_branching() -> None:
             return layer(y).exp() if y.max() > 1 else layer(y).sin()
         return y.cos()
 
-    plan = explain(calls(branches), X)
+    plan = explain(Calls(branches), SMALL)
     assert {"exp", "sin", "cos"} <= {op for ops in planned_ops(plan) for op in ops}
     assert len(plan.breaks) >= 3
 
@@ -214,7 +210,7 @@ def test_ways_of_branching() -> None:
             y = layer(y)
         return y
 
-    assert explain(calls(loops), X).breaks
+    assert explain(Calls(loops), SMALL).breaks
 
     def always(layer: nn.Linear, x: Tensor) -> Tensor:
         if layer(x).sum() > 0:
@@ -222,11 +218,11 @@ def test_ways_of_branching() -> None:
         raise ValueError("not today")
 
     with pytest.raises(MPCompileError, match="ValueError: not today"):
-        explain(calls(always), X)
+        explain(Calls(always), SMALL)
 
 
 def test_a_graph_that_is_left_may_break() -> None:
-    planned = explain(calls(prints), X, level="O0")
+    planned = explain(Calls(prints), SMALL, level="O0")
     assert [plan.ends_with is None for plan in planned.graphs] == [False, True]
     assert planned.left == ('level="O0" was asked for',) * 2
 

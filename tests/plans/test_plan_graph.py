@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from explained import MODELS, pictures
 from module_of import module_of
 from torch import fx, nn
 
@@ -18,15 +19,9 @@ from mpcompile.compiler.training import training_of
 from mpcompile.settings import Settings
 
 
-class Attention(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.qkv, self.out = nn.LayerNorm(16), nn.Linear(16, 48), nn.Linear(16, 16)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = self.qkv(self.norm(x)).chunk(3, -1)
-        h = (q @ k.mT / 4).softmax(-1) @ v
-        return x + self.out(h)
+def attend(m: Any, x: torch.Tensor) -> torch.Tensor:
+    q, k, v = m.qkv(m.norm(x)).chunk(3, -1)
+    return x + m.out((q @ k.mT / 4).softmax(-1) @ v)
 
 
 @dataclasses.dataclass
@@ -57,16 +52,13 @@ class Handed:
 
 @pytest.fixture
 def convolutions() -> Handed:
-    model = module_of(
-        lambda m, x: m.head(m.norm(m.conv(x)).relu().mean((2, 3))).log_softmax(-1),
-        conv=nn.Conv2d(4, 8, 3, bias=False), norm=nn.BatchNorm2d(8), head=nn.Linear(8, 5),
-    )  # fmt: skip
-    return Handed(model, (torch.randn(2, 4, 7, 7),))
+    return Handed(pictures(), (MODELS[pictures](),))
 
 
 @pytest.fixture
 def attention() -> Handed:
-    return Handed(Attention(), (torch.randn(2, 6, 16),))
+    layers = {"norm": nn.LayerNorm(16), "qkv": nn.Linear(16, 48), "out": nn.Linear(16, 16)}
+    return Handed(module_of(attend, **layers), (torch.randn(2, 6, 16),))
 
 
 def shown(planned: Planned) -> tuple[Any, ...]:

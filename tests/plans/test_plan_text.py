@@ -98,6 +98,7 @@ def test_a_type_that_stays_stands_once() -> None:
 
 def test_each_graph_has_its_number() -> None:
     planned = plan_for(Calls(in_two_graphs), X, device="t4")
+    assert [plan.counts() for plan in planned.graphs] == [{"LOW": 1}, {"LOW": 2}]
     numbers = re.findall(r"^O1 float16 on cuda:0, graph (\d): ", planned.full(), re.M)
     assert numbers == re.findall(r"^graph (\d)$", str(planned), re.M) == ["0", "1"]
     assert "graph 0" not in str(plan(graph(node("a"))))
