@@ -225,23 +225,22 @@ def test_an_mp_optimizer_takes_the_steps() -> None:
 # -- the loss scale --------------------------------------------------------------------------------
 
 
-class Slopes(nn.Module):
+def slopes() -> Any:
     """A slope of 1e8 at a dead unit, beside a part whose gradients are ordinary."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.plain, self.steep = nn.Linear(16, 16), nn.Linear(16, 16)
-        with torch.no_grad():
-            self.steep.weight[0], self.steep.bias[0] = 0, 0
+    def forward(m: Any, x: torch.Tensor) -> torch.Tensor:
+        far = torch.atan(m.steep(x) * 1e8)
+        return m.plain(x).square().mean() * 1e-4 + far.mean()
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        far = torch.atan(self.steep(x) * 1e8)
-        return self.plain(x).square().mean() * 1e-4 + far.mean()
+    torch.manual_seed(0)
+    made = module_of(forward, plain=nn.Linear(16, 16), steep=nn.Linear(16, 16))
+    with torch.no_grad():
+        made.steep.weight[0], made.steep.bias[0] = 0, 0
+    return made
 
 
 def test_the_steep_gradient_is_named_for_which_the_others_are_lost() -> None:
-    report = diagnose(Slopes(), torch.randn(8, 16), **FP16)
+    report = diagnose(slopes(), torch.randn(8, 16), **FP16)
     found = report.first
     assert (found.kind, found.node.op, found.node.name) == (FaultKind.UNDERFLOW, "aten::mul", "mul")
     assert report.pins == ("linear",), "the steep one"
@@ -250,7 +249,7 @@ def test_the_steep_gradient_is_named_for_which_the_others_are_lost() -> None:
 
 def test_a_constant_scale_that_is_too_high() -> None:
     """The dynamic one would go down to where everything fits."""
-    report = diagnose(Slopes(), torch.randn(8, 16), loss_scale=2.0**16, **FP16)
+    report = diagnose(slopes(), torch.randn(8, 16), loss_scale=2.0**16, **FP16)
     assert (report.first.kind, report.first.node.name) == (FaultKind.BACKWARD, "mul")
     assert "at a loss scale of 65536" in report.first.reason
 

@@ -152,19 +152,16 @@ class Attention(nn.Module):
         return self.out(x + y.transpose(1, 2).reshape(x.shape))
 
 
-class ConvNet(nn.Module):
+def convnet() -> nn.Module:
     """Convolutions in front of batch norms: the gradients of their biases cancel."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv1, self.norm1 = nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8)
-        self.conv2, self.norm2 = nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8)
-        self.head = nn.Linear(8, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = F.relu(self.norm1(self.conv1(x)))
-        x = F.max_pool2d(F.relu(self.norm2(self.conv2(x))), 2)
-        return self.head(x.mean((2, 3)))
+    layers = [
+        nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(),
+        nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2),
+    ]  # fmt: skip
+    head = nn.Linear(8, 4)
+    return module_of(
+        lambda m, x: m.head(m.body(x).mean((2, 3))), body=nn.Sequential(*layers), head=head
+    )
 
 
 def tagger() -> nn.Module:
@@ -253,7 +250,7 @@ MODELS: Mapping[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Any, ...]
         lambda: (torch.randn(4, 6, 16), nn.Transformer.generate_square_subsequent_mask(6)),
         None,
     ),
-    "convnet": (ConvNet, lambda: (torch.randn(4, 3, 8, 8),), labelled),
+    "convnet": (convnet, lambda: (torch.randn(4, 3, 8, 8),), labelled),
     "lstm": (tagger, lambda: (tokens(),), labelled),
     "gan": (gan, lambda: (torch.randn(16, 8), torch.randn(16, 16)), None),
     "odd": (Odd, lambda: (torch.randn(8, 16),), lambda out: out["h"].square().mean()),

@@ -1,9 +1,11 @@
 """The numbers of tensors, and what a watched run records, against direct computation."""
 
 from math import inf, nan
+from typing import Any
 
 import pytest
 import torch
+from module_of import module_of
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
@@ -89,17 +91,11 @@ def test_a_histogram_has_the_binary_exponent() -> None:
 # -- runs ------------------------------------------------------------------------------------------
 
 
-class Net(nn.Module):
+def net() -> Any:
     """`h` is read in FP16, by a linear, and in FP32."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h = self.first(x).exp()
-        return self.second(h) + h.cumsum(-1)
+    torch.manual_seed(0)
+    layers = {"first": nn.Linear(8, 8), "second": nn.Linear(8, 8)}
+    return module_of(lambda m, x: m.second(h := m.first(x).exp()) + h.cumsum(-1), **layers)
 
 
 def loss_of(out: torch.Tensor) -> torch.Tensor:
@@ -120,10 +116,10 @@ def records(run: Run) -> Record:
 
 
 def test_the_exact_side_is_the_program_in_fp64() -> None:
-    sides = sides_of(Net())
+    sides = sides_of(net())
     sides.loss = torch.sum  # whose gradient is exact in FP32, too
     exact = sides.run("fp64")
-    wide = Net().double()
+    wide = net().double()
     h = wide.first(sides.call[0][0].double())
     h.retain_grad()
     e = h.exp()
@@ -144,7 +140,7 @@ def test_the_exact_side_is_the_program_in_fp64() -> None:
 
 def test_errors_are_relative_to_the_norm() -> None:
     """Of FP32: 2**-24 for each element, a little more after a matrix product."""
-    sides = sides_of(Net())
+    sides = sides_of(net())
     exact = sides.run("fp64")
     full = records(sides.run("fp32", exact))
     assert {"linear", "exp", "linear_1", "cumsum", "add"} <= full.errors.keys()
@@ -157,7 +153,7 @@ def test_a_part_of_a_gradient_is_not_compared_with_the_whole() -> None:
     """The cast of `h` that the linear reads gets only that part of the gradient of `h`, which is
     far from the sum of both.
     """
-    sides = sides_of(Net())
+    sides = sides_of(net())
     exact = sides.run("fp64")
     low, _ = run_low(sides, sides.run("fp32", exact), exact, None)
     record = records(low)
@@ -170,7 +166,7 @@ def test_a_part_of_a_gradient_is_not_compared_with_the_whole() -> None:
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
 def test_units_say_which_gradients_are_scaled(level: str) -> None:
     """Those that are a thousand times as large at a thousand times the scale."""
-    sides = sides_of(Net(), level=level)
+    sides = sides_of(net(), level=level)
     found = []
     for scale in (1.0, 1024.0):
         sides.scale = scale

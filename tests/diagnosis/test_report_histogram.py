@@ -32,10 +32,6 @@ def test_ranges_are_those_of_fp16(exponent: int) -> None:
     assert {Bar(exponent, 1.0).range.name} == set(map(fate, values))
 
 
-def test_ranges_adjoin() -> None:
-    assert [one.stop for one in RANGES[:-1]] == [one.start for one in RANGES[1:]]
-
-
 def test_percentages() -> None:
     """By hand, of 40."""
     chart = chart_of(histogram(COUNTS), ZEROS, None)

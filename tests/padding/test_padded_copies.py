@@ -15,17 +15,12 @@ from mpcompile.scaling.copies import WorkingCopy, copies_of
 HALVES = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 
 
-class Net(nn.Module):
+def net() -> Any:
     """Every dim odd; between the products something that fills lanes with 0.5."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(3, 5, 3)
-        self.up, self.down = nn.Linear(45, 21), nn.Linear(21, 13)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.conv(x).relu().flatten(1)
-        return self.down(torch.sigmoid(self.up(h)))
+    return module_of(
+        lambda m, x: m.down(torch.sigmoid(m.up(m.conv(x).relu().flatten(1)))),
+        conv=nn.Conv2d(3, 5, 3), up=nn.Linear(45, 21), down=nn.Linear(21, 13),
+    )  # fmt: skip
 
 
 def trained(model: nn.Module, pad: str, dtype: torch.dtype, **options: Any) -> MPOptimizer:
@@ -70,7 +65,7 @@ def check_gradients(model: nn.Module, reference: nn.Module) -> None:
 @pytest.mark.slow("compiles padded models, of many sizes")
 @HALVES
 def test_training_is_the_same(dtype: torch.dtype) -> None:
-    start = Net()
+    start = net()
     found = {}
     for pad in ("never", "always"):
         model = copy.deepcopy(start)
@@ -90,7 +85,7 @@ def test_training_is_the_same(dtype: torch.dtype) -> None:
 
 @HALVES
 def test_gradients_have_the_shape_of_their_parameters(dtype: torch.dtype) -> None:
-    model = Net()
+    model = net()
     reference = copy.deepcopy(model).double()
     optimizer = trained(model, "always", dtype, max_grad_norm=100.0)
     reference(image(0).double()).square().mean().backward()
@@ -106,7 +101,7 @@ def test_gradients_have_the_shape_of_their_parameters(dtype: torch.dtype) -> Non
 
 def test_lanes_whose_gradient_is_not_zero_are_no_part_of_it() -> None:
     """0.5 in the lanes of what `down` reads gives the lanes of its copy a gradient."""
-    model = Net()
+    model = net()
     optimizer = trained(model, "always", torch.float16)
     step(model, optimizer, clear=False)
     assert model.down.weight.grad is not None
@@ -119,7 +114,7 @@ def test_lanes_whose_gradient_is_not_zero_are_no_part_of_it() -> None:
 
 
 def test_accumulated_gradients_add_up() -> None:
-    model = Net()
+    model = net()
     reference = copy.deepcopy(model).double()
     _optimizer = trained(model, "always", torch.float16)
     for seed in range(3):
@@ -153,7 +148,7 @@ def test_a_tied_weight_has_one_padded_copy(dtype: torch.dtype) -> None:
 
 
 def test_a_loaded_state_is_read_by_the_next_forward() -> None:
-    model, other = Net(), Net()
+    model, other = net(), net()
     optimizer = trained(model, "always", torch.bfloat16)
     step(model, optimizer)
     model.load_state_dict(other.state_dict())
@@ -164,7 +159,7 @@ def test_a_loaded_state_is_read_by_the_next_forward() -> None:
 
 def test_graphs_share_one_copy() -> None:
     """In training and in evaluation, of any batch: one copy, padded once."""
-    model = Net()
+    model = net()
     optimizer = trained(model, "always", torch.bfloat16)
     step(model, optimizer)
     before = {name: id(c.stored) for name, c in copies(model).items()}
@@ -183,7 +178,7 @@ def test_models_that_pad_and_models_that_do_not_share_one_copy(
 ) -> None:
     """The first graph says how it is stored; the other cuts it, or pads it."""
     second = "always" if first == "never" else "never"
-    one, two = Net(), Net()
+    one, two = net(), net()
     for name in ("conv", "up", "down"):
         setattr(two, name, getattr(one, name))
     scale = LossScale.static(64.0) if dtype is torch.float16 else "none"
@@ -203,7 +198,7 @@ def test_models_that_pad_and_models_that_do_not_share_one_copy(
 
 
 def test_channels_last_weights_stay_so() -> None:
-    model = Net().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    model = net().to(memory_format=torch.channels_last)
     optimizer = trained(model, "always", torch.bfloat16)
     step(model, optimizer, clear=False)
     kept = copies(model)["conv.weight"].stored
@@ -214,15 +209,15 @@ def test_channels_last_weights_stay_so() -> None:
 
 
 def test_resumed_training_goes_on_as_it_would_have() -> None:
-    model = Net()
+    model = net()
     optimizer = trained(model, "always", torch.float16)
     for seed in range(2):
         step(model, optimizer, seed)
     saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
     assert all(
-        v.shape == p.shape for v, p in zip(saved[0].values(), Net().parameters(), strict=True)
+        v.shape == p.shape for v, p in zip(saved[0].values(), net().parameters(), strict=True)
     )
-    again = Net()
+    again = net()
     resumed = trained(again, "always", torch.float16)
     again.load_state_dict(saved[0])
     resumed.load_state_dict(saved[1])

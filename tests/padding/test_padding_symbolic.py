@@ -90,18 +90,15 @@ def test_a_symbolic_head_says_why_not() -> None:
 PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default)
 
 
-class Block(nn.Module):
+def block() -> Any:
     """Attention by products and a softmax, then two projections around a gelu; every size odd."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.query, self.key = nn.Linear(13, 11), nn.Linear(13, 11, bias=False)
-        self.up, self.down = nn.Linear(13, 37), nn.Linear(37, 5)
+    def forward(m: Any, x: Tensor) -> Tensor:
+        x = torch.softmax(m.query(x) @ m.key(x).transpose(1, 2), -1) @ x
+        return m.down(F.gelu(m.up(x)))
 
-    def forward(self, x: Tensor) -> Tensor:
-        scores = self.query(x) @ self.key(x).transpose(1, 2)
-        x = torch.softmax(scores, -1) @ x
-        return self.down(F.gelu(self.up(x)))
+    sides = {"query": nn.Linear(13, 11), "key": nn.Linear(13, 11, bias=False)}
+    return module_of(forward, **sides, up=nn.Linear(13, 37), down=nn.Linear(37, 5))
 
 
 @pytest.mark.slow("compiles padded models, of many sizes")
@@ -116,7 +113,7 @@ def test_symbolic_sizes_compile_once_and_no_dim_is_left_unaligned() -> None:
                 assert all(get_padded_length(x, 8) == 0 for x in sizes)
                 seen[node.name] = all(ir.known_multiple(x, 8) for x in sizes)
 
-    model, reference = Block(), Block()
+    model, reference = block(), block()
     reference.load_state_dict(model.state_dict())
     fast = mpcompile(
         model, dtype=torch.bfloat16, pad="always", strict=True, dynamic=True,
