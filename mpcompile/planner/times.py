@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch import fx
 
@@ -20,22 +18,14 @@ ATTENTION = aten.scaled_dot_product_attention.default
 LONGEST = 512  # tokens; beyond it the kernel is as fast, and the matrix large
 
 
-def seconds(node: fx.Node, config: Config, *, batches: int = 1) -> tuple[float, float] | None:
+def seconds(node: fx.Node, config: Config) -> tuple[float, float] | None:
     """The seconds that the profile predicts for a product, in the low dtype and in FP32, forward
     and backward; None if it doesn't cover the product.
-
-    Args:
-        batches: over how many batches of this size at once.
     """
     found = product(node) if config.profile is not None else None
     if found is None or config.profile is None:
         return None
     low = ir.mark(node).low
-    if batches > 1:
-        larger = _larger(found, batches)
-        if larger is None:
-            return None
-        found = larger
     backward = ir.requires_grad(node) or any(map(ir.requires_grad, node.all_input_nodes))
     full_time = _predicted(config.profile, found, FULL, backward)
     if is_written_out(node, config):
@@ -53,14 +43,6 @@ def _is_one_row(found: Product) -> bool:
     """Whether it multiplies one row with a matrix, as a language model does for each new token."""
     sizes = found.measured()
     return found.kind == "gemm" and all(ir.known_equal(sizes[dim], 1) for dim in ("batch", "m"))
-
-
-def _larger(found: Product, times: int) -> Product | None:
-    """The same product over so many times the rows, or the samples; None where it has neither."""
-    label = next((x for dim in ("m", "batch") for x in found.dims.get(dim, ())), None)
-    if label is None:
-        return None
-    return replace(found, sizes={**found.sizes, label: found.sizes[label] * times})
 
 
 def _predicted(
