@@ -46,6 +46,7 @@ class Constraints:
     """What must be decided in one graph, and which of that is settled beforehand.
 
     Attributes:
+        streams: what must not be rounded at O2, not even in a view of it.
         open: the items to decide: nodes in program order, then which results are rounded.
         rounded: node -> the item that says whether its result is rounded.
     """
@@ -58,7 +59,7 @@ class Constraints:
         self._members = set(self.open)
         self._follow = {n for n in nodes if ir.precision(n) is FOLLOW}
         self._digits = ir.read_by_digit(graph) if config.level is Level.O2 else set()
-        self._streams = residual_streams(graph) if config.level is Level.O2 else set()
+        self.streams = residual_streams(graph) if config.level is Level.O2 else set()
         self._wide = self._find_wide(graph)
         self._near_low = self._find_near_low()
         self._tiny = self._find_tiny(graph)
@@ -79,7 +80,7 @@ class Constraints:
             by_digit = item.node in self._digits
             if by_digit or self._read_exactly(item.node) or self._stays_tiny(item.node):
                 yield "read exactly"
-            if item.node in self._streams:
+            if item.node in self.streams:
                 yield "residual stream"
             if not any(ir.precision(n) is LOW or n in self._near_low for n in item.node.users):
                 yield "nothing low near"
@@ -90,7 +91,7 @@ class Constraints:
                 yield "nothing low near"
             if self.config.level is Level.O1 and not counted_operands(item):
                 yield "no operand"
-            if item in self._streams:
+            if item in self.streams:
                 yield "residual stream"
             value = ir.captured(item)
             if value is not None and value.ndim == 0:

@@ -87,6 +87,7 @@ class Objective:
         if ir.kind(node) is Kind.VIEW:
             # If a cast may come before or after a view, put it before: once for all views.
             costs.full["view"] = elements(node) // 2 if self._shows_full(node) else 1
+            costs.low |= {"residual stream": NEVER} if node in self.constraints.streams else {}
             return costs
         if (times := seconds(node, self.config)) is not None:
             costs.low["time"], costs.full["time"] = (self.as_bytes(s) for s in times)

@@ -24,9 +24,7 @@ from .reads import counted_operands
 
 
 def residual_streams(graph: fx.Graph) -> set[fx.Node]:
-    """The undecided sums of a value that is FP32 at O1 and what products make of it, and what shows
-    that value.
-    """
+    """The undecided sums of a value that is FP32 at O1 and what products make of it; the value."""
     weights = _weights(graph)
     full = _full_at_o1(graph)
     sums: list[tuple[fx.Node, list[fx.Node], fx.Node]] = []
@@ -58,11 +56,9 @@ def _full_at_o1(graph: fx.Graph) -> set[fx.Node]:
     """What O1 keeps in FP32, whatever it costs: what reads an FP32 value is FP32."""
     full: set[fx.Node] = set()
     for node in graph.nodes:
-        if ir.precision(node) is Precision.FOLLOW:
-            wide = not full.isdisjoint(_operands(node))
-        else:
-            wide = ir.was_f32(node) and ir.precision(node) is not Precision.LOW
-        if wide:
+        follows = ir.precision(node) is Precision.FOLLOW
+        itself = ir.was_f32(node) and ir.precision(node) is not Precision.LOW
+        if not full.isdisjoint(_operands(node)) if follows else itself:
             full.add(node)
     return full
 

@@ -132,6 +132,11 @@ def _why_full(objective: Objective, node: fx.Node, best: Mapping[Item, bool]) ->
 
     The casts are those at the product itself, while its neighbours stay as they were decided.
     """
+
+    def ms(cost: int) -> str:  # a cost, as the time in which memory moves so many bytes
+        assert objective.config.profile is not None
+        return f"{cost / UNIT / objective.config.profile.bandwidth * 1e3:.3g} ms"
+
     costs = objective.terms[node]
     low, full = costs.low["time"], costs.full["time"]
     casts, wider = costs.low.get("weights", 0), costs.full.get("stored", 0)
@@ -148,17 +153,10 @@ def _why_full(objective: Objective, node: fx.Node, best: Mapping[Item, bool]) ->
         sure = low + casts >= full + wider
         doubtful = f"low saves less than a prediction is off by, 1/{DOUBT}"
         why = "FP32 costs less" if sure else doubtful
-        more = f" and {_ms(objective, casts)} ms for the casts it needs" if casts else ""
+        more = f" and {ms(casts)} for the casts it needs" if casts else ""
     seen = bool(more) and wider * 100 > full
-    there = f" and {_ms(objective, wider)} ms for wider values" if seen else ""
-    times = _ms(objective, full), _ms(objective, low)
-    return f"{why}: estimated {times[0]} ms{there}, low {times[1]} ms{more} (device profile)"
-
-
-def _ms(objective: Objective, cost: int) -> str:
-    """A cost, as the time in which memory moves so many bytes."""
-    assert objective.config.profile is not None
-    return f"{cost / UNIT / objective.config.profile.bandwidth * 1e3:.3g}"
+    there = f" and {ms(wider)} for wider values" if seen else ""
+    return f"{why}: estimated {ms(full)}{there}, low {ms(low)}{more} (device profile)"
 
 
 def _lower_everything(graph: fx.Graph, config: Config) -> None:

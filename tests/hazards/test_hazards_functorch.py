@@ -201,10 +201,7 @@ def test_products_that_stay_in_fp32_are_said_once(caplog: pytest.LogCaptureFixtu
 
 
 def with_a_fault(monkeypatch: pytest.MonkeyPatch, *unasked: Callable[..., Any]) -> nn.Module:
-    """A model whose branches the proof takes for constants, beside a result that it knows.
-
-    Neither the check that finds this in the graph is made, nor those in `unasked`.
-    """
+    """A model whose branches the proof takes for constants, and no check that finds it."""
     without = {spec._tracked_as_captured, *unasked}
     others = tuple(promise for promise in spec.PROMISES if promise.check not in without)
     monkeypatch.setattr(spec, "PROMISES", others)

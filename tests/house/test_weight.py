@@ -13,9 +13,9 @@ from repository import ROOT, sources
 
 LIMITS = {
     "lines of source": 39834,
-    "lines of code": 24853,
+    "lines of code": 24850,
     "files of source": 250,
-    "lines of tests": 59691,
+    "lines of tests": 59690,
     "warnings that count more than two frames": 0,
     "registries of modules": 25,
 }
