@@ -19,8 +19,8 @@ Graphs are those that Dynamo made, over all draws. A fault is an error, a graph 
 warning of mpcompile's, more graphs than torch.compile makes, a frame left to Python that
 torch.compile traces, gradients further off at O1 than autocast's, or at O2 than pure half's, which
 stores what O2 stores. How O2 compares with autocast
-has its own columns: O2 stores in FP16 what autocast keeps in FP32, such as the residual stream and
-the results of norms. That is what O2 is, and it costs accuracy.
+has its own columns: O2 stores in FP16 what autocast keeps in FP32, such as the
+results of norms, but for residual streams.
 
 O1 rounds where autocast does, but for three things: one cast serves all products that read it, so
 that their gradients are summed in FP16; a cast comes before a view that repeats the heads of an

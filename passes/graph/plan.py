@@ -142,11 +142,11 @@ def _why_full(objective: Objective, node: fx.Node, best: Mapping[Item, bool]) ->
     casts, wider = costs.low.get("weights", 0), costs.full.get("stored", 0)
     for (operand, reader), (up, down) in objective.pairs.items():
         if node in (operand, reader):
-            other = reader if operand is node else operand
-            at_low = best[other] if other in best else objective.constraints.is_low(other)
-            cast = down if bool(at_low) is (operand is node) else up
-            wider += cast if at_low else 0
-            casts += cast if not at_low and cast < NEVER else 0
+            other, at_low, at_full = (reader, up, down) if operand is node else (operand, down, up)
+            if best[other] if other in best else objective.constraints.is_low(other):
+                wider += at_full
+            else:
+                casts += at_low if at_low < NEVER else 0
     wider = wider if wider < NEVER else 0
     why, more = "FP32 is faster", ""
     if low < full:
