@@ -255,6 +255,12 @@ def test_every_file_with_tests_for_a_gpu_is_in_one_piece() -> None:
 # -- the command -----------------------------------------------------------------------------------
 
 
+def test_the_list_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--list"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == [piece.name for piece in PIECES]
+
+
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [

@@ -14,7 +14,7 @@ from benchmarks.__main__ import main
 from benchmarks.harness.ways import AUTOCAST as PEER
 from benchmarks.zoo import DRAWS, faults, further_off, make_report, ratio_to, timm_models
 from benchmarks.zoo.catalogue import LIBRARIES, measure_each
-from benchmarks.zoo.measure import AUTOCAST, COMPILED, FLOOR, HALF, LEVELS, _dead, measure
+from benchmarks.zoo.measure import AUTOCAST, COMPILED, FLOOR, HALF, LEVELS, _dead, floating, measure
 
 # torch warns, while Dynamo traces other libraries, of what those do.
 third_party = pytest.mark.filterwarnings("ignore")
@@ -102,6 +102,13 @@ def test_a_dead_parameter_is_named() -> None:
     found = {"a": torch.ones(4), "b": torch.zeros(4), "c": torch.zeros(4)}
     assert _dead(found, exact) == {"b"}
     assert _dead({**found, "b": torch.tensor([0.0, 0, 0, 1e-9])}, exact) == set()
+
+
+def test_floating_reaches_into_lists() -> None:
+    number = torch.zeros(2, dtype=torch.int64)
+    low = floating(([torch.zeros(2)], {"labels": number, "name": "x"}), torch.float16)
+    assert low[0][0].dtype == torch.float16
+    assert low[1] == {"labels": number, "name": "x"}
 
 
 def test_frames_that_torch_compile_leaves_are_no_fault() -> None:

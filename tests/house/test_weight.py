@@ -15,7 +15,7 @@ LIMITS = {
     "lines of source": 39834,
     "lines of code": 24850,
     "files of source": 250,
-    "lines of tests": 59690,
+    "lines of tests": 59689,
     "warnings that count more than two frames": 0,
     "registries of modules": 25,
 }

@@ -145,9 +145,7 @@ def test_a_small_product_is_fp32_where_that_is_faster(level: str) -> None:
     assert verdict.endswith("(device profile)")
 
 
-def test_a_small_model_on_a_gpu_is_told_what_low_would_cost(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_small_model_is_told_what_low_would_cost(monkeypatch: pytest.MonkeyPatch) -> None:
     """Both sides of the sum, the verdict first; of a larger batch low pays. A data sheet alone
     takes no product out of the low dtype.
     """
