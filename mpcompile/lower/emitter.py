@@ -38,7 +38,7 @@ from ..torch_inside.private_names import Part, refuse, why_off
 from ..verify.first_call import compile_verified
 from ..verify.verdicts import Verify
 from .islands import Compiler, compile_around_rnns, gains, has_rnn, is_apart, name_rnns
-from .joint import NO_PASSES, AndThen, JointPasses, with_joint_passes
+from .joint import NO_PASSES, Around, JointPasses, with_joint_passes
 from .write_order import inductor_for
 
 _KEPT = (keep_sources, keep_written_inputs)
@@ -222,7 +222,7 @@ def _recomputing(compile_graph: Compiler) -> Compiler:
 def _aot_eager(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
     compile_graph = names.aot_autograd(
         fw_compiler=_op_by_op, bw_compiler=_op_by_op,
-        partition_fn=AndThen(None, _KEPT), keep_inference_input_mutations=True,
+        partition_fn=Around(None, JointPasses(halves=_KEPT)), keep_inference_input_mutations=True,
     )  # fmt: skip
     return compile_graph(gm, list(example_inputs))
 

@@ -21,6 +21,7 @@ from torch import fx
 
 from ..devices.registry import capabilities
 from ..devices.torch_faults import ZEROS_ARE_REUSED
+from ..passes.joint.keep_normalized import keep_normalized
 from ..passes.joint.kept_for_backward import WEIGHT, store_masks_as_bytes
 from ..passes.joint.lay_images import lay_channels_last, lay_low_images
 from ..passes.joint.lowered_faults import fill_zeros, read_low_results
@@ -51,6 +52,7 @@ _LAYOUTS = (lay_channels_last, lay_low_images)
 _WITH_OPERATORS = (cast_together, unscale_together)
 
 JointPass = Callable[[fx.Graph], bool]
+PartingPass = Callable[[fx.Graph, int], bool]
 HalvesPass = Callable[[fx.Graph, fx.Graph, int], bool]
 
 
@@ -60,6 +62,8 @@ class JointPasses:
 
     Attributes:
         joint: for the joint graph, in their order.
+        parting: for the joint graph that is about to be parted, and the number of its results that
+            are the forward's.
         halves: for the forward and the backward that become of it.
         lowered: for the graph after Inductor's own passes, as it is lowered.
         keeps_casts: whether the backward gets the low casts of weights that the partitioner keeps
@@ -70,6 +74,7 @@ class JointPasses:
     """
 
     joint: tuple[JointPass, ...] = ()
+    parting: tuple[PartingPass, ...] = ()
     halves: tuple[HalvesPass, ...] = ()
     lowered: tuple[JointPass, ...] = ()
     keeps_casts: bool = False
@@ -112,6 +117,8 @@ def joint_passes(
     few = together if there.spares_launches else ()
     return JointPasses(
         joint=(widen_weight_gradients,) if widens else (),
+        # Where `y` is made again from `x`, FP32 costs no more memory than both in half.
+        parting=() if recomputes else (keep_normalized,),
         halves=(store_masks_as_bytes,) if there.slow_bools else (),
         lowered=(*zeros, *images, *few, read_low_results),
         keeps_casts=not (sharded or recomputes),
@@ -141,8 +148,8 @@ def with_joint_passes(
     refused = (*refused, *_WITH_OPERATORS) if setting("cpp_wrapper") else refused
     if lowered := [one for one in passes.lowered if one not in refused]:
         given[LOWERED] = appended(setting(LOWERED), lowered)
-    if passes.halves:
-        given[PARTITIONER] = AndThen(setting(PARTITIONER), passes.halves, passes.keeps_casts)
+    if passes.parting or passes.halves:
+        given[PARTITIONER] = Around(setting(PARTITIONER), passes)
     return given or None
 
 
@@ -173,32 +180,30 @@ class InOrder(CustomGraphPass):
         return (*theirs, *map(_source_of, self.ours)) if all(theirs) else None
 
 
-class AndThen(CustomPartitionerFn):
-    """The partitioner of the user or of Inductor, and then passes over what it made.
+class Around(CustomPartitionerFn):
+    """The partitioner of the user or of Inductor, between passes over what it parts and over what
+    it made.
 
-    They see which inputs are weights, unless casts of weights are kept: see `JointPasses`.
+    The latter see which inputs are weights, unless casts of weights are kept: see `JointPasses`.
     """
 
-    def __init__(
-        self,
-        theirs: CustomPartitionerFn | None,
-        passes: Sequence[HalvesPass],
-        keeps_casts: bool = False,
-    ) -> None:
-        self.theirs, self.passes, self.keeps_casts = theirs, passes, keeps_casts
+    def __init__(self, theirs: CustomPartitionerFn | None, passes: JointPasses) -> None:
+        self.theirs, self.passes = theirs, passes
 
     def __call__(
         self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Part the joint graph as without mpcompile; run each pass."""
+        for rewrite in self.passes.parting:
+            rewrite(gm.graph, kwargs["num_fwd_outputs"])
         partition = self.theirs or min_cut_rematerialization_partition
         has_checkpoint = any(CHECKPOINTED in node.meta for node in gm.graph.nodes)
         forward, backward = partition(gm, joint_inputs, **kwargs)
-        if has_checkpoint or not self.keeps_casts:
+        if has_checkpoint or not self.passes.keeps_casts:
             inputs = forward.graph.find_nodes(op="placeholder")
             for number in kwargs.get("static_lifetime_input_indices") or ():
                 inputs[number].meta[WEIGHT] = True
-        for pass_ in self.passes:
+        for pass_ in self.passes.halves:
             if pass_(forward.graph, backward.graph, kwargs["num_fwd_outputs"]):
                 forward.recompile()
                 backward.recompile()
@@ -209,7 +214,8 @@ class AndThen(CustomPartitionerFn):
         for Inductor's own, although it means "don't cache": one that no other has is never found.
         """
         theirs = (self.theirs.uuid() or uuid4()) if self.theirs else "Inductor's"
-        return (theirs, self.keeps_casts, *map(_source_of, self.passes))
+        passes: tuple[Callable[..., bool], ...] = (*self.passes.parting, *self.passes.halves)
+        return (theirs, self.passes.keeps_casts, *map(_source_of, passes))
 
 
 def _source_of(pass_: Callable[..., bool]) -> bytes:

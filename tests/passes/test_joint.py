@@ -30,6 +30,7 @@ from mpcompile.lower.joint import (
     joint_passes,
     with_joint_passes,
 )
+from mpcompile.passes.joint.keep_normalized import keep_normalized
 from mpcompile.passes.joint.kept_for_backward import (
     keep_sources,
     keep_written_inputs,
@@ -47,10 +48,10 @@ pytestmark = pytest.mark.inside
 
 LOWERED_ON_CUDA = (lay_low_images, cast_together, unscale_together, read_low_results)
 IMAGES = JointPasses(lowered=(lay_low_images,))
-CHECKS = JointPasses(lowered=LOWERED_ON_CUDA[1:], keeps_casts=True)
+CHECKS = JointPasses(parting=(keep_normalized,), lowered=LOWERED_ON_CUDA[1:], keeps_casts=True)
 OURS = JointPasses(joint=(widen_weight_gradients,))
-ON_CUDA = dataclasses.replace(OURS, lowered=LOWERED_ON_CUDA, keeps_casts=True)
-WITHOUT_GEMMS = JointPasses(lowered=LOWERED_ON_CUDA, keeps_casts=True)
+WITHOUT_GEMMS = JointPasses(parting=(keep_normalized,), lowered=LOWERED_ON_CUDA, keeps_casts=True)
+ON_CUDA = dataclasses.replace(WITHOUT_GEMMS, joint=OURS.joint)
 ON_CPU = JointPasses(halves=(store_masks_as_bytes,), lowered=(read_low_results,), recomputes=True)
 ZEROS = (fill_zeros,) if ZEROS_ARE_REUSED.is_here() else ()
 counters = torch._dynamo.utils.counters
@@ -179,7 +180,7 @@ def test_the_backend_hands_them_to_inductor(monkeypatch: pytest.MonkeyPatch) -> 
     assert len(seen) == 1
     assert seen[0].keys() <= {PARTITIONER, PRE_FUSION, LOWERED}
     given = seen[0][PARTITIONER]
-    assert given.passes == (keep_sources, keep_written_inputs, *ON_CPU.halves)
+    assert given.passes.halves == (keep_sources, keep_written_inputs, *ON_CPU.halves)
 
 
 # -- with a pass of the user's own -----------------------------------------------------------------
