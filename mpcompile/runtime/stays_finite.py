@@ -42,9 +42,15 @@ from ..torch_inside.tensors import sparse_values
 
 PAUSE = 1000  # times as long as a look took: so long none is taken
 _DIAGNOSE = "mpcompile.diagnose(model, inputs, loss_fn=...) names the operator that makes it"
+_LOSS = "a loss that is returned is {}"
+_SKIPPED = "gradients are not finite, and MPOptimizer skips each step"
 
 Function = Callable[..., Any]
 Number = int | float | bool
+_Look = tuple[Sequence[torch.Tensor], Callable[[Sequence[Number]], str], bool]
+"""0-d values of one device: numbers, and flags that should be False; what says what is wrong, from
+the numbers that were read; and whether others may be bad though these are not."""
+_NOTHING: _Look = (), lambda _: "", False
 
 
 class FiniteCheck:
@@ -82,17 +88,75 @@ class FiniteCheck:
         self._calls += 1
         return self._calls >= self._next
 
-    def _see(self, params: Sequence[torch.Tensor], look: Callable[[], None]) -> None:
-        """Do what is to be done in a call: take in what has arrived, have `look` look, and plan the
-        next look.
+    def see_call(
+        self, results: Sequence[Any], weights: Sequence[torch.Tensor],
+        skipped: Sequence[torch.Tensor] = (),
+    ) -> None:  # fmt: skip
+        """Look at a call of something compiled, in which `comes` says so.
 
         Args:
-            params: those that are trained.
+            results: what it returned. Floating scalars among them are taken for losses.
+            weights: what it trains.
+            skipped: 0-d bools: whether its optimizers' steps were skipped.
+        """
+
+        def look() -> _Look:
+            losses = [x.detach() for x in results if _is_scalar(x)]
+            values = [(x.float() if x.element_size() < 4 else x, _LOSS) for x in losses]
+            if weights:
+                self._turn += self._bad is None
+                weight = weights[self._turn % len(weights)]
+                value = torch.Tensor.detach(weight)  # no access that a copy of it need know of
+                values.append((_sum([value]).isnan(), f"{_names([weight])} is NaN"))
+            values += [(flag, _SKIPPED) for flag in skipped]
+            alike = [(x, text) for x, text in values if x.device == values[0][0].device]
+
+            def bad(numbers: Sequence[Number]) -> str:
+                wrong = zip(numbers, alike, strict=True)
+                return next(text.format(number) for number, (_, text) in wrong if _is_bad(number))
+
+            return [x for x, _ in alike], bad, False
+
+        self._see(weights, look)
+
+    def see_step(self, optimizer: Optimizer) -> None:
+        """Look at the gradients that an optimizer is about to use, where `comes` says so."""
+        held = parameters.parameters_of(optimizer)
+
+        def look() -> _Look:
+            ours = any(parameters.state_of(p).names for p in held)
+            gradients = [p.grad for p in held if ours and p.grad is not None]
+            # A loss scale judges its gradients itself.
+            if not gradients or any(map(parameters.scales_of, held)):
+                return _NOTHING
+            if isinstance(gradients[0], FakeTensor):
+                return _NOTHING
+            # Whether this look may take time: rarer and rarer; or must be sure.
+            sees_all = self._bad is not None or self._calls & (self._calls - 1) == 0
+            if sees_all:
+                gradients = [g for g in gradients if g.device == gradients[0].device]
+            else:
+                self._turn += 1
+                gradients = [gradients[self._turn % len(gradients)]]
+            values = [_sum(gradients)]
+            if self._bad is None and parameters.of_optimizer(optimizer).skips_by_itself:
+                skipped = getattr(optimizer, "skipped", None)  # of the step before
+                if skipped is not None and skipped.device == values[0].device:
+                    values.append(skipped)
+            return values, lambda _: _named(held, optimizer), not sees_all
+
+        self._see(held, look)
+
+    def _see(self, params: Sequence[torch.Tensor], look: Callable[[], _Look]) -> None:
+        """Do what is to be done in a call: take in what has arrived, have `look` look, and plan the
+        next look. `params` are trained.
         """
         began = perf_counter()
         self._hear(params)
         if not self._over:
-            look()
+            values, bad, is_part = look()
+            if values and self._later is None and all(map(is_real, values)):
+                self._later = self._calls, AsyncRead(*values), bad, is_part
             self._hear(params)
         now, number = perf_counter(), self._calls
         # Not this one alone, which something else on the machine may have held up.
@@ -107,19 +171,6 @@ class FiniteCheck:
         else:
             pause = max(1, int(min(PAUSE * self._took / step, sys.maxsize)))
             self._next = min(1 << number.bit_length(), number + pause)
-
-    def _look(
-        self, values: Sequence[torch.Tensor], bad: Callable[[Sequence[Number]], str],
-        *, is_part: bool = False,
-    ) -> None:  # fmt: skip
-        """Look at 0-d values of one device: numbers, and flags that should be False.
-
-        Args:
-            bad: says what is wrong, from the numbers that were read.
-            is_part: whether others may be bad though these are not.
-        """
-        if values and self._later is None and all(map(is_real, values)):
-            self._later = self._calls, AsyncRead(*values), bad, is_part
 
     def _hear(self, params: Iterable[torch.Tensor]) -> None:
         """Take in what has arrived, and warn once it was bad twice in a row."""
@@ -169,55 +220,16 @@ def watching(compiled: Function, examples: Sequence[Any], names: Names) -> Funct
     hooks.look_before_steps(_before_step)
     for param in [*params, *(shard.parameter for shard in fsdp.shards_of(params))]:
         parameters.note(param, names=names)
-    watch = StepFiniteCheck("training call", params)
+    watch = FiniteCheck("training call", params)
 
     def run(*args: Any) -> Any:
         results = compiled(*args)
         if watch.comes():
             losses = list(filter(parameters.is_trained, results))
-            watch.see(losses, [args[i] for i in leaves])
+            watch.see_call(losses, [args[i] for i in leaves])
         return results
 
     return run
-
-
-class StepFiniteCheck(FiniteCheck):
-    """Looks at the calls of something compiled that is trained: see `FiniteCheck`."""
-
-    def see(
-        self, results: Sequence[Any], weights: Sequence[torch.Tensor],
-        skipped: Sequence[torch.Tensor] = (),
-    ) -> None:  # fmt: skip
-        """Look at a call in which `comes` says so.
-
-        Args:
-            results: what it returned. Floating scalars among them are taken for losses.
-            weights: what it trains.
-            skipped: 0-d bools: whether its optimizers' steps were skipped.
-        """
-        self._see(weights, lambda: self._look_at(results, weights, skipped))
-
-    def _look_at(
-        self, results: Sequence[Any], weights: Sequence[torch.Tensor],
-        skipped: Sequence[torch.Tensor],
-    ) -> None:  # fmt: skip
-        known = [(x.detach(), "a loss that is returned is {}") for x in results if _is_scalar(x)]
-        values = [(x.float() if x.element_size() < 4 else x, text) for x, text in known]
-        if weights:
-            self._turn += self._bad is None
-            weight = weights[self._turn % len(weights)]
-            value = torch.Tensor.detach(weight)  # no access that a copy of it need know of
-            values.append((_sum([value]).isnan(), f"{_names([weight])} is NaN"))
-        gradients = "gradients are not finite, and MPOptimizer skips each step"
-        values += [(flag, gradients) for flag in skipped]
-        alike = [(x, text) for x, text in values if x.device == values[0][0].device]
-        texts = [text for _, text in alike]
-
-        def bad(numbers: Sequence[Number]) -> str:
-            wrong = zip(numbers, texts, strict=True)
-            return next(text.format(number) for number, text in wrong if _is_bad(number))
-
-        self._look([x for x, _ in alike], bad)
 
 
 def _is_scalar(value: Any) -> bool:
@@ -230,44 +242,10 @@ def _is_scalar(value: Any) -> bool:
 def _before_step(optimizer: Optimizer) -> None:
     state = parameters.of_optimizer(optimizer)
     if (watch := state.watch) is None:
-        watch = state.watch = _OptimizerWatch(optimizer)
+        held = parameters.parameters_of(optimizer)
+        watch = state.watch = FiniteCheck(f"{type(optimizer).__name__}'s step", held)
     if watch.comes():
-        watch.see(optimizer)
-
-
-class _OptimizerWatch(FiniteCheck):
-    """Looks at the gradients that an optimizer is about to use: see `FiniteCheck`."""
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        held = parameters.parameters_of(optimizer)
-        super().__init__(f"{type(optimizer).__name__}'s step", held)
-
-    def see(self, optimizer: Optimizer) -> None:
-        """Look at a step in which `comes` says so."""
-        held = parameters.parameters_of(optimizer)
-        self._see(held, lambda: self._look_at(optimizer, held))
-
-    def _look_at(self, optimizer: Optimizer, held: Sequence[torch.Tensor]) -> None:
-        if not any(parameters.state_of(p).names for p in held) or any(
-            map(parameters.scales_of, held)
-        ):  # it isn't ours, or a loss scale judges its gradients
-            return
-        gradients = [p.grad for p in held if p.grad is not None]
-        if not gradients or isinstance(gradients[0], FakeTensor):
-            return
-        # Whether this look may take time: rarer and rarer; or must be sure.
-        sees_all = self._bad is not None or self._calls & (self._calls - 1) == 0
-        if sees_all:
-            gradients = [g for g in gradients if g.device == gradients[0].device]
-        else:
-            self._turn += 1
-            gradients = [gradients[self._turn % len(gradients)]]
-        values = [_sum(gradients)]
-        if self._bad is None and parameters.of_optimizer(optimizer).skips_by_itself:
-            skipped = getattr(optimizer, "skipped", None)  # of an MPOptimizer, for the step before
-            if skipped is not None and skipped.device == values[0].device:
-                values.append(skipped)
-        self._look(values, lambda _: _named(held, optimizer), is_part=not sees_all)
+        watch.see_step(optimizer)
 
 
 def _sum(tensors: Sequence[torch.Tensor]) -> torch.Tensor:

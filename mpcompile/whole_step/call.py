@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ..optim.members import Setting
-from ..runtime.stays_finite import StepFiniteCheck
+from ..runtime.stays_finite import FiniteCheck
 from ..scaling import parameters
 from ..torch_inside.tensors import hooks_on
 from .one_graph import Traced
@@ -62,7 +62,7 @@ class Call:
         scales = dict.fromkeys(f.scale for f in program.forwards if f.scale is not None)
         self._scales = [(scale, len(scale.repairs.events)) for scale in scales]
         # A loss scale speaks itself.
-        self._watch = None if scales else StepFiniteCheck("training step", [p for _, p in trained])
+        self._watch = None if scales else FiniteCheck("training step", [p for _, p in trained])
 
     def __call__(self, *given: Any) -> list[Any]:
         """Do the step, and return what Dynamo's graph returns.
@@ -93,7 +93,7 @@ class Call:
         results = [returned[r] if isinstance(r, int) else r[0] for r in self._traced.results]
         if self._watch is not None and self._watch.comes():
             skipped = [update.skipped() for update in self._updates]
-            self._watch.see(results, [p for _, p, _ in self._trained], skipped)
+            self._watch.see_call(results, [p for _, p, _ in self._trained], skipped)
         return results
 
     def _check(self, given: Sequence[Any]) -> None:

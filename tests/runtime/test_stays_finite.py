@@ -290,11 +290,11 @@ def test_nothing_is_kept_alive() -> None:
 def test_looks_that_cost_much_get_rare(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps that take no time at all are looked at when their number doubles."""
     monkeypatch.setattr(stays_finite, "PAUSE", 1e9)
-    watch, looked = stays_finite.StepFiniteCheck("step", ()), []
+    watch, looked = stays_finite.FiniteCheck("step", ()), []
     for number in range(1, 260):
         if watch.comes():
             looked.append(number)
-            watch.see([torch.tensor(1.0)], ())
+            watch.see_call([torch.tensor(1.0)], ())
     assert looked == [1, 2, 4, 8, 16, 32, 64, 128, 256]
 
 
@@ -312,11 +312,11 @@ def test_nothing_waits_for_what_has_not_arrived(monkeypatch: pytest.MonkeyPatch)
             return tuple(v.item() for v in self.values) if self.asked == 3 else None
 
     monkeypatch.setattr(stays_finite, "AsyncRead", Slow)
-    watch = stays_finite.StepFiniteCheck("training step", ())
+    watch = stays_finite.FiniteCheck("training step", ())
 
     def step(number: int) -> None:
         if watch.comes():
-            watch.see([torch.tensor(math.nan if number >= 5 else 1.0)], ())
+            watch.see_call([torch.tensor(math.nan if number >= 5 else 1.0)], ())
 
     text = "since training step 5 (3 was still finite), a loss that is returned is nan"
     assert text in Said().run(step, 30).once(until=9)
