@@ -29,7 +29,7 @@ from ..errors import CannotRewrite, MPCompileError, did_you_mean
 from ..ir.targets import CHECKPOINT
 from ..passes.joint.kept_for_backward import keep_sources, keep_written_inputs
 from ..rules import PACKETS
-from ..scaling.second_backward import noticed, of_compiled
+from ..scaling.second_backward import noticed
 from ..torch_inside import names
 from ..torch_inside.graphs import CHECKPOINT_CONTEXT
 from ..torch_inside.inductor import boxed
@@ -147,7 +147,7 @@ def _untouched(
         name_rnns(gm)
         with contextlib.suppress(CannotRewrite):
             return _rewritten(gm, example_inputs, compile_graph)
-    return compile_graph(gm, example_inputs)
+    return noticed(compile_graph(gm, example_inputs))
 
 
 def _compiled(
@@ -159,7 +159,7 @@ def _compiled(
     Attributes of the graph module are part of the key.
     """
     gm._mpcompile_version = __version__  # type: ignore[assignment]
-    return of_compiled(compile_graph(gm, example_inputs))
+    return compile_graph(gm, example_inputs)
 
 
 def _inductor(

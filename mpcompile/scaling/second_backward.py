@@ -24,41 +24,16 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import Node
 
 from ..errors import MPCompileError
 from ..ir.fakes import duplicate
-from ..ir.units import between, grad_fns
+from ..ir.units import GradFn, between, grad_fns
 from ..torch_inside.inductor import CopiedContext, is_compiled
 from ..torch_inside.names import keeps_graph
 from ..torch_inside.tensors import for_each_sample, function_of
 
 Gradients = tuple[Tensor | None, ...]
 _WRAPPED = "mpcompile_wrapped"  # on a class of AOTAutograd's: its backward is
-
-
-def of_compiled(run: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap what AOTAutograd compiled: its backward may run several times over one forward, and its
-    gradients raise if they are differentiated.
-    """
-    known = False
-
-    def graph(*args: Any) -> Any:
-        nonlocal known
-        if known:
-            return run(*args)
-        before = grad_fns(args)
-        results = run(*args)
-        known = True
-        # An input that the graph wrote to has a new history, too; and what AOTAutograd returns may
-        # be a view of what its class returned.
-        for node in between(grad_fns((*results, *args)), before):
-            function = function_of(node)
-            if is_compiled(function) and _WRAPPED not in vars(function):
-                _wrap_backward(function)
-        return results
-
-    return graph
 
 
 def _wrap_backward(function: Any) -> None:
@@ -99,8 +74,10 @@ def _wrap_backward(function: Any) -> None:
 
 
 def noticed(run: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a graph, compiled or not: its gradients raise if they are differentiated."""
-    # Both are known after the first call (in which something has a history), and the same in each:
+    """Wrap a graph, compiled or not: its gradients raise if they are differentiated; of what
+    AOTAutograd compiled in it, the backward may run several times over one forward.
+    """
+    # All is known after the first call (in which something has a history), and the same in each:
     # Dynamo compiles another graph where other inputs need gradients.
     returns_inputs: bool | None = None
     raise_by_themselves = False
@@ -111,40 +88,42 @@ def noticed(run: Callable[..., Any]) -> Callable[..., Any]:
             return run(*args)
         # An input that is returned has its own history. It is asked of no input otherwise: with
         # cold caches, that takes longer than all else here.
-        before = _nodes(args) if returns_inputs is not False else set()
+        before = grad_fns(args) if returns_inputs is not False else set()
         results = run(*args)
         if returns_inputs is None:
+            # An input that the graph wrote to has a new history, too; and what AOTAutograd returns
+            # may be a view of what its class returned.
+            for node in between(grad_fns((*results, *args)), before):
+                function = function_of(node)
+                if is_compiled(function) and _WRAPPED not in vars(function):
+                    _wrap_backward(function)
             returns_inputs = _share(args, results, before)
-        nodes = _nodes(results)
+        nodes = grad_fns(results)
         raise_by_themselves = _notice(nodes - before) and before.isdisjoint(nodes)
         return results
 
     return graph
 
 
-def _share(args: Sequence[Any], results: Sequence[Any], before: set[Node]) -> bool:
+def _share(args: Sequence[Any], results: Sequence[Any], before: set[GradFn]) -> bool:
     """Whether a result is an input, or has the history of one."""
     given = {id(a) for a in args if isinstance(a, Tensor)}
-    return any(id(r) in given for r in results) or not before.isdisjoint(_nodes(results))
+    return any(id(r) in given for r in results) or not before.isdisjoint(grad_fns(results))
 
 
 def notice(results: Sequence[Any]) -> None:
     """The same for the results of an autograd.Function: `once_differentiable` raises only if the
     gradients that come in need one themselves.
     """
-    _notice(_nodes(results))
+    _notice(grad_fns(results))
 
 
-def _notice(nodes: set[Node]) -> bool:
+def _notice(nodes: set[GradFn]) -> bool:
     """Let the gradients of these raise. Returns whether they do so without a hook."""
     others = [node for node in nodes if not is_compiled(function_of(node))]
     for node in others:
         node.register_hook(lambda gradients, _: _connected(gradients))
     return bool(nodes) and not others
-
-
-def _nodes(values: Sequence[Any]) -> set[Node]:
-    return {v.grad_fn for v in values if isinstance(v, Tensor) and v.grad_fn is not None}
 
 
 def _connected(gradients: Gradients) -> Gradients | None:
