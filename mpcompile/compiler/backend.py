@@ -22,7 +22,7 @@ from ..planner.target import place_of
 from ..plans.compile_log import log_graph, trace_plan
 from ..plans.graph_plan import O0_ASKED, GraphPlan, plan_of_left
 from ..rules.policy import Level
-from ..runtime import given_up, stalls, uncalled
+from ..runtime import given_up, uncalled
 from ..runtime.outside_products import counted
 from ..scaling import hooks
 from ..settings import Settings, check_here
@@ -64,7 +64,7 @@ def compile_graph(
     hooks.register()
     uncalled.reached(example_inputs)
     if settings.level is not Level.O0:
-        stalls.reached(example_inputs)
+        hooks.trains(example_inputs)
         given_up.compiled(traced_code(), strict=settings.strict)
     start = time.perf_counter()
     compiled, plan = _compile_or_fall_back(gm, example_inputs, settings)

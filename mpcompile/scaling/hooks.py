@@ -12,7 +12,8 @@ import contextlib
 import copy
 import functools
 import inspect
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from torch.optim.optimizer import (
 )
 
 from ..errors import warn
+from ..ir.dtypes import HALF
 from ..ranks.zero import is_zero, partition_of
 from ..torch_inside.optimizers import global_hooks, has_hooks
 from . import agreement, foreign, guard, parameters
@@ -62,6 +64,7 @@ def _before_step(
     if guard.is_needed():
         foreign.look_for_scaler(optimizer)
     agreement.before_step(optimizer)
+    _look_for_masters(optimizer)
     by_itself = parameters.of_optimizer(optimizer).skips_by_itself
     if is_zero(optimizer):  # this look is also that of the optimizer that it steps
         parameters.of_optimizer(partition_of(optimizer)).skips_by_itself = True
@@ -158,6 +161,40 @@ def _checked_closure(
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     guard.show_hidden(optimizer)
+
+
+def trains(inputs: Iterable[Any]) -> None:
+    """A graph was compiled with these inputs: those of its weights that are stored in a half dtype
+    want an optimizer that keeps FP32 masters.
+    """
+    for x in inputs if torch.is_grad_enabled() else ():
+        if isinstance(x, torch.nn.Parameter) and x.dtype in HALF and x.requires_grad:
+            parameters.note(x, has_half_graph=True)
+
+
+def _look_for_masters(optimizer: Optimizer) -> None:
+    """Warn of weights that are stored in a half dtype and updated without FP32 masters.
+
+    BF16 has eight significant bits: an update of less than 0.2% of a weight rounds to nothing, so
+    at the learning rates of fine-tuning most weights never move. An `MPOptimizer` keeps masters. Of
+    other optimizers, those of torch are known not to; what a library's own do, nobody here knows.
+    """
+    state = parameters.of_optimizer(optimizer)
+    if state.looked_for_masters >= parameters.changes() or state.skips_by_itself:
+        return
+    state.looked_for_masters = parameters.changes()
+    if not type(optimizer).__module__.startswith("torch.optim."):
+        return
+    held = parameters.parameters_of(optimizer)
+    if low := [p for p in held if parameters.state_of(p).has_half_graph and p.dtype in HALF]:
+        state.looked_for_masters = sys.maxsize
+        name, dtype = type(optimizer).__name__, str(low[0].dtype).removeprefix("torch.")
+        warn(
+            f"mpcompile: {name} updates weights that are stored in {dtype} (one of shape "
+            f"{tuple(low[0].shape)}), without FP32 masters: an update of less than 0.2% of a "
+            f"weight is lost. Use MPOptimizer({name}(...)), which keeps masters, or call "
+            "model.float() before"
+        )
 
 
 def has_others(optimizer: Optimizer) -> bool:

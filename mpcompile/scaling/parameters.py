@@ -31,7 +31,7 @@ class ParamState:
         scales: the loss scales of the graphs that read it.
         names: of its model's parameters, if a graph without a loss scale trains it.
         was_told: whether the user was warned of its training (`runtime/stays_finite.py`).
-        has_half_graph: whether a graph trains it in a half dtype (`runtime/stalls.py`).
+        has_half_graph: whether a graph trains it in a half dtype (`hooks.py`).
     """
 
     owner: weakref.ref[Any] | None = None
@@ -173,7 +173,7 @@ class OptimizerState:
         looked_for_scaler: a step at which its gradients were scaled was looked at (`foreign.py`).
         looked_for_gradient: its first step was looked at (`hooks.py`).
         looked_for_masters: the count of `changes` at which a step was looked at for FP32 masters
-            (`runtime/stalls.py`); past all counts once something was said.
+            (`hooks.py`); past all counts once something was said.
         watch: what looks whether its gradients stay finite (`runtime/stays_finite.py`).
         hidden: (parameter, gradient) pairs that its step must not see.
     """
