@@ -18,7 +18,6 @@ from torch import Tensor
 from ..api import mpcompile
 from ..devices.registry import capabilities, default_device
 from ..plans.plan_text import dtype_word, share_low, verdict
-from ..profile.store import load as load_profile
 from ..rules.policy import parse_dtype
 from ..runtime.records import compiled_plans, loss_scale_of
 from ..settings import Emits, LevelWord
@@ -59,8 +58,8 @@ class DemoSettings:
 @dataclasses.dataclass(frozen=True)
 class DemoResult:
     """What the final table shows: both models, and of the mixed-precision run its loss scale (None
-    for BF16, which needs none), the skipped steps, and which products ran low; what mixed precision
-    can gain on this machine; and the directories of the dumps.
+    for BF16, which needs none), the skipped steps, which products ran low, and the directories of
+    the dumps.
     """
 
     full: Trainee
@@ -68,7 +67,6 @@ class DemoResult:
     loss_scale: float | None
     skipped_steps: int
     low: str
-    can_gain: str
     dumps: list[Path]
 
     @property
@@ -131,7 +129,6 @@ def run(settings: DemoSettings, console: Console) -> DemoResult:
         loss_scale=scale.value if any(plan.scaled for plan in plans) else None,
         skipped_steps=scale.skipped_steps,
         low=next(verdict("", plans)).removeprefix(": "),
-        can_gain=can_gain(device, dtype),
         dumps=[plan.dump_dir for plan in plans if plan.dump_dir is not None],
     )
     console.print(_table(result))
@@ -213,7 +210,6 @@ def _table(result: DemoResult) -> Table:
     ):  # fmt: skip
         row(title, *(f"{times * getattr(one, name):.{digits}f}" for one in (full, mixed)), note)
     row("matmuls", "FP32", mixed.name.split()[0], result.low)
-    row("can gain here", "-", "", result.can_gain)
     if result.loss_scale is None:
         row("loss scale", "-", "none", "not needed: nothing runs in FP16")
     else:
@@ -222,18 +218,3 @@ def _table(result: DemoResult) -> Table:
     for dump in result.dumps:
         row("dump", "-", "written", str(dump))
     return table
-
-
-def can_gain(device: torch.device, low: torch.dtype) -> str:
-    """What `low` can gain on a device: time, according to its profile, and memory."""
-    memory = f'memory: level="O2" with dtype="{str(low).removeprefix("torch.")}", recompute=True'
-    profile = load_profile(device)
-    if profile is None:
-        return f"time: nobody has measured it; `mpcompile profile` does. {memory}"
-    times = {(s.dims, s.dtype): s.total for s in profile.samples if s.kind == "gemm"}
-    sizes = {dims for dims, dtype in times if dtype is low and (dims, torch.float32) in times}
-    best = max((times[dims, torch.float32] / times[dims, low] for dims in sizes), default=0.0)
-    name = dtype_word(low)
-    if best < 1.1:
-        return f"no time: {name} products are no faster than FP32's here. {memory}"
-    return f"time: products up to {best:.1f}x as fast in {name} ({profile.origin}). {memory}"

@@ -19,7 +19,6 @@ from mpcompile.demo import run as demo_run
 from mpcompile.demo.run import DemoResult, DemoSettings, run
 from mpcompile.demo.train import Trainee, bytes_saved_for_backward
 from mpcompile.devices.cpu import CPU
-from mpcompile.profile import store
 
 TINY = GPTConfig(context=16, width=32, layers=1, heads=2)
 
@@ -232,7 +231,7 @@ def test_a_short_run(dtype: str, level: str, tmp_path: Path) -> None:
     assert said == [f"step {n}" for n in (1, 2, 3, 4)]  # in a file, whose end nobody waits for
     assert "About 0.0 minutes to go." in text
     assert result.mixed.name == f"{dtype[0].upper()}{'F' if dtype[0] == 'b' else 'P'}16 {level}"
-    for row in ("held-out loss", "memory, MiB", "matmuls", "can gain here", "loss scale", "dump"):
+    for row in ("held-out loss", "memory, MiB", "matmuls", "loss scale", "dump"):
         assert row in text
 
 
@@ -258,7 +257,7 @@ def test_losses_apart_make_the_exit_status_1(
     full, mixed = (Trainee(n, GPT(TINY), steps=2, lr=1.0) for n in ("FP32", "BF16 O1"))
     full.held_out_loss, full.losses = 2.0, [2.0]
     mixed.held_out_loss, mixed.losses = held_out, [train]
-    result = DemoResult(full, mixed, None, 0, low="", can_gain="", dumps=[])
+    result = DemoResult(full, mixed, None, 0, low="", dumps=[])
     monkeypatch.setattr("mpcompile.cli.machine.run_demo", lambda settings, console: result)
     # 0.03 of 2 is 1.5%, 0.05 is 2.5%.
     assert cli.main(["demo", "--device", "cpu"]) == (0 if said is None else 1)
@@ -272,21 +271,6 @@ def test_a_model_of_nan_ends_in_a_sentence(monkeypatch: pytest.MonkeyPatch, tmp_
     with pytest.warns(MPCompileWarning, match="since training call 2 .* a loss .* is nan"):
         result = ran(steps=3, dtype="bf16", dump=tmp_path)
     assert result.fault == "the held-out loss of FP32 is nan: it should be a finite number"
-
-
-def test_what_a_machine_can_gain(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By its profile, in time; where that says nothing, in memory."""
-    for name, dtype, found in (
-        ("cuda-hopper", torch.float16, "time: products up to "),
-        ("cpu-avx2", torch.bfloat16, "no time: BF16 products are no faster than FP32's here"),
-    ):
-        profile = store.builtin(name)
-        monkeypatch.setattr(demo_run, "load_profile", lambda device, found=profile: found)
-        text = demo_run.can_gain(torch.device("cpu"), dtype)
-        assert text.startswith(found)
-        assert "memory: level" in text
-    monkeypatch.setattr(demo_run, "load_profile", lambda device: None)
-    assert "mpcompile profile" in demo_run.can_gain(torch.device("cpu"), torch.bfloat16)
 
 
 @pytest.mark.usefixtures("short")
