@@ -34,21 +34,7 @@ from .skipped_steps import Repairs, SkippedInARow
 _SETTINGS = tuple(field.name for field in dataclasses.fields(ScaleRule))
 
 
-_INTERNAL = {
-    "active", "begin_step", "default", "fitting", "inputs", "rule", "saw_forward", "settle",
-    "skip_for", "start", "state", "stepped", "take_start", "yields",
-}  # fmt: skip
-
-
-class _Shown(type):
-    """`dir()` and `help()` show what is for users, not what graphs and optimizers' steps call."""
-
-    def __dir__(cls) -> list[str]:
-        shown = (n for n in super().__dir__() if n[0] != "_" or n[1] == "_")
-        return [n for n in shown if n not in _INTERNAL]
-
-
-class LossScale(Ruled, metaclass=_Shown):
+class LossScale(Ruled):
     """How gradients are scaled in FP16, and the current scale.
 
     Build one with `LossScale.dynamic()`, `.grad_scaler()`, `.static(128.0)` or `.none()` and
@@ -178,9 +164,6 @@ class LossScale(Ruled, metaclass=_Shown):
     def yields(self) -> bool:
         """Whether an MPOptimizer's own takes its place: the user gave no number and no object."""
         return self.fp16_only and self.kind != "static"
-
-    def __dir__(self) -> list[str]:
-        return dir(type(self))
 
     def __repr__(self) -> str:
         state = self.state
