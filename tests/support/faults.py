@@ -6,10 +6,14 @@ makes the change while Python imports the module, so that no file is written.
 """
 
 import ast
+import copy
+import functools
+import itertools
 import random
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 _ROOT = Path(__file__).parents[2]
 
@@ -30,23 +34,23 @@ class Fault:
     """A change of one place.
 
     Attributes:
-        name: what it is called, as `file:line:column:kind`.
-        room: the folder, as `optim` or `passes/joint`; flat modules are in `mpcompile`.
+        name: what it is called; of a drawn one `file:line:column:kind`.
         file: by its path from the root.
-        line, column: where it begins.
-        end: where it ends, line and column: a sum may begin where its first term does.
-        kind: what is done, as `negated`.
-        text: the source that it is done to.
+        old: the text there, and `new` what it becomes.
+        at: in which byte of the file it begins; None: it stands in the file once.
+        room: the folder, as `optim` or `passes/joint`; flat modules are in `mpcompile`.
+        breaks: what goes wrong, in words, or "".
+        caught_by: files of tests, or single tests. The default run must hold one that fails.
     """
 
     name: str
-    room: str
     file: str
-    line: int
-    column: int
-    end: tuple[int, int]
-    kind: str
-    text: str
+    old: str
+    new: str
+    at: int | None = None
+    room: str = ""
+    breaks: str = ""
+    caught_by: tuple[str, ...] = ()
 
 
 def rooms() -> dict[str, list[Path]]:
@@ -70,12 +74,12 @@ def drawn(seed: int, each: int) -> list[Fault]:
         of_function: dict[tuple[str, str], list[Fault]] = {}
         for file in files:
             path = file.relative_to(_ROOT).as_posix()
-            text = file.read_text()
-            for function, node, kind in _places(ast.parse(text)):
-                source = " ".join((ast.get_source_segment(text, node) or "").split())
-                place = node.lineno, node.col_offset
-                name = f"{path}:{place[0]}:{place[1]}:{kind}"
-                fault = Fault(name, room, path, *place, _end(node), kind, source[:80])
+            source = file.read_bytes()
+            for function, node, kind in _places(ast.parse(source)):
+                start, end = _span(source, node.test if kind == "negated" else node)
+                old = source[start:end].decode()
+                name = f"{path}:{node.lineno}:{node.col_offset}:{kind}"
+                fault = Fault(name, path, old, _changed(node, old), start, room)
                 of_function.setdefault((path, function), []).append(fault)
         draw = random.Random(f"{seed} {room}")  # one room's files change no other room's faults
         functions = sorted(of_function)
@@ -132,73 +136,73 @@ def _is_text(node: ast.expr) -> bool:
     )
 
 
-def _end(node: ast.expr | ast.stmt) -> tuple[int, int]:
-    return node.end_lineno or 0, node.end_col_offset or 0
+@functools.cache
+def _line_starts(source: bytes) -> list[int]:
+    return [0, *itertools.accumulate(map(len, source.splitlines(keepends=True)))]
 
 
-def _is_place(node: ast.AST, fault: Fault) -> bool:
-    if not isinstance(node, (ast.expr, ast.stmt)) or fault.kind not in _kinds(node):
-        return False
-    place = fault.line, fault.column, tuple(fault.end)
-    return (node.lineno, node.col_offset, _end(node)) == place
+def _span(source: bytes, node: Any) -> tuple[int, int]:
+    """Where a node begins and ends, in bytes."""
+    before = _line_starts(source)
+    start = before[node.lineno - 1] + node.col_offset
+    return start, before[node.end_lineno - 1] + node.end_col_offset
 
 
-class _Plant(ast.NodeTransformer):
-    def __init__(self, fault: Fault) -> None:
-        self.fault = fault
-        self.made = 0
-
-    def visit(self, node: ast.AST) -> ast.AST:
-        if _is_place(node, self.fault):
-            self.made += 1
-            return ast.copy_location(self._changed(node), node)
-        return super().generic_visit(node)
-
-    def _changed(self, node: ast.AST) -> ast.AST:
-        if isinstance(node, (ast.If, ast.IfExp)):
-            node.test = ast.copy_location(ast.UnaryOp(ast.Not(), node.test), node.test)
-        elif isinstance(node, ast.Compare):
-            node.ops = [_TURNED[type(node.ops[0])]()]
-        elif isinstance(node, ast.BoolOp):
-            node.op = ast.Or() if isinstance(node.op, ast.And) else ast.And()
-        elif isinstance(node, ast.BinOp):
-            node.op = _SIGNS[type(node.op)]()
-        elif isinstance(node, ast.Constant):
-            return ast.Constant(not node.value)
-        else:
-            return ast.Pass()
-        return node
+def _changed(node: Any, old: str) -> str:
+    """What takes the place of this text, of as many lines."""
+    lines, node = "\n" * old.count("\n"), copy.copy(node)
+    if isinstance(node, (ast.If, ast.IfExp)):
+        return f"not ({old})"
+    if isinstance(node, ast.Constant):
+        return str(not node.value)
+    if isinstance(node, ast.Expr):
+        return f"pass{lines}"
+    if isinstance(node, ast.Compare):
+        node.ops = [_TURNED[type(node.ops[0])]()]
+    elif isinstance(node, ast.BoolOp):
+        node.op = ast.Or() if isinstance(node.op, ast.And) else ast.And()
+    else:
+        node.op = _SIGNS[type(node.op)]()
+    return f"({ast.unparse(node)}{lines})"
 
 
-def planted(tree: ast.Module, fault: Fault) -> ast.Module:
-    """The module with the fault.
+def planted(source: bytes, fault: Fault) -> bytes:
+    """The file with the fault.
 
     Raises:
-        LookupError: the module has no such place.
+        LookupError: the file has no such place, or several.
     """
-    plant = _Plant(fault)
-    tree = plant.visit(tree)
-    if plant.made != 1:
+    old, at = fault.old.encode(), fault.at
+    if at is None and source.count(old) == 1:
+        at = source.index(old)
+    if at is None or not source.startswith(old, at):
         raise LookupError(fault.name)
-    return ast.fix_missing_locations(tree)
+    return source[:at] + fault.new.encode() + source[at + len(old) :]
 
 
-def watched(tree: ast.Module, faults: dict[int, Fault]) -> ast.Module:
+def watched(source: bytes, faults: dict[int, Fault]) -> ast.Module:
     """The module with a call of `_planting.reached(number)` before each statement that holds the
     place of a fault of that number.
     """
-    for parent in ast.walk(tree):
-        for field in ("body", "orelse", "finalbody"):
-            statements = getattr(parent, field, None)
-            if not isinstance(statements, list):
-                continue
-            for statement in list(statements):
-                numbers = [n for n, fault in faults.items() if _holds(statement, fault)]
-                for number in numbers:
-                    call = ast.parse(f"_planting.reached({number})").body[0]
-                    for node in ast.walk(call):
-                        ast.copy_location(node, statement)
-                    statements.insert(statements.index(statement), call)
+    tree = ast.parse(source)
+    for number, fault in faults.items():
+        lists = [
+            statements
+            for parent in ast.walk(tree)
+            for field in ("body", "orelse", "finalbody")
+            if isinstance(statements := getattr(parent, field, None), list)
+        ]
+        # The last one that holds it is the innermost: ast.walk goes from the outside in.
+        statements, statement = [
+            (statements, statement)
+            for statements in lists
+            for statement in statements
+            if _holds(source, statement, fault)
+        ][-1]
+        call = ast.parse(f"_planting.reached({number})").body[0]
+        for node in ast.walk(call):
+            ast.copy_location(node, statement)
+        statements.insert(statements.index(statement), call)
     first = next(
         i for i, s in enumerate(tree.body)
         if not (isinstance(s, ast.Expr) and isinstance(s.value, ast.Constant))
@@ -208,17 +212,6 @@ def watched(tree: ast.Module, faults: dict[int, Fault]) -> ast.Module:
     return ast.fix_missing_locations(tree)
 
 
-def _holds(statement: ast.stmt, fault: Fault) -> bool:
-    """Whether the place is in the statement, and not within a statement inside of it."""
-    if not isinstance(statement, ast.stmt):
-        return False
-    parts: list[ast.AST] = [statement]
-    while parts:
-        node = parts.pop()
-        if _is_place(node, fault):
-            return True
-        inner = ast.iter_child_nodes(node)
-        parts.extend(
-            child for child in inner if not isinstance(child, (ast.stmt, ast.excepthandler))
-        )
-    return False
+def _holds(source: bytes, statement: ast.stmt, fault: Fault) -> bool:
+    start, end = _span(source, statement)
+    return fault.at is not None and start <= fault.at < end

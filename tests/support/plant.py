@@ -92,13 +92,13 @@ class Runs:
         self.lane_of = {f"{test.file}::{test.name}": LANES[test.lane == "slow"] for test in tests}
 
     def reach(self, number: int) -> list[str]:
-        if by := self.faults[number].get("caught_by"):
+        if by := self.faults[number]["caught_by"]:
             tests = {test for test in self.cost if test.startswith(tuple(by))}
         else:
             file = self.folder / "reached" / str(number)
             lines = file.read_text().splitlines() if file.exists() else []
             tests = {line.rpartition(" (")[0] for line in lines}
-        room = self.faults[number].get("room", "").partition("/")[0]
+        room = self.faults[number]["room"].partition("/")[0]
 
         def order(test: str) -> tuple[bool, float]:  # those of its own room come first
             return not test.startswith(f"tests/{room}/"), self.cost[test]
@@ -106,7 +106,7 @@ class Runs:
         return sorted(tests & self.cost.keys(), key=order)
 
     def of_room(self, number: int) -> list[str]:
-        room = self.faults[number].get("room", "").partition("/")[0]
+        room = self.faults[number]["room"].partition("/")[0]
         room = "runtime" if room == "mpcompile" else room  # where the flat modules are tested
         tests = [test for test in self.cost if room and test.startswith(f"tests/{room}/")]
         return sorted(tests, key=self.cost.__getitem__)
@@ -185,7 +185,7 @@ def table(folder: Path, page: Path) -> int:
     lines = ["| fault | of | caught by | lane |", "|---|---|---|---|"]
     now = verdicts_of(folder)
     for v in now:
-        what = v.fault.get("text") or v.fault.get("breaks", "")
+        what = v.fault["breaks"] or " ".join(v.fault["old"].split())[:80]
         cells = [v.fault["name"], f"`{what}`", v.test or "**nothing**", v.lane]
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     fast, all_ = (sum(v.lane in LANES[: n + 1] for v in now) for n in range(2))

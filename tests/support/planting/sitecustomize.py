@@ -2,10 +2,9 @@
 
 Python imports this file at its start where its folder is on PYTHONPATH: in a test's processes, too.
 `MPCOMPILE_FAULTS` is a JSON file: `{"faults": [...], "plant": number}`, or `{"faults": [...],
-"reached": folder}`; each fault as `faults.Fault` or `mutants.Mutant` has it.
+"reached": folder}`; each fault as `faults.Fault` has it.
 """
 
-import ast
 import importlib.machinery
 import json
 import os
@@ -45,10 +44,10 @@ def _install(given: dict[str, Any]) -> None:
     root = Path(__file__).parents[3]
     _folder = given.get("reached", "")
     numbers = [given["plant"]] if "plant" in given else range(len(given["faults"]))
-    of_file: dict[str, dict[int, Any]] = {}
+    of_file: dict[str, dict[int, faults.Fault]] = {}
     for number in numbers:
-        fault = given["faults"][number]
-        of_file.setdefault(str(root / fault["file"]), {})[number] = fault
+        fault = faults.Fault(**given["faults"][number])
+        of_file.setdefault(str(root / fault.file), {})[number] = fault
     loader = importlib.machinery.SourceFileLoader
     usual = loader.get_code
 
@@ -56,18 +55,12 @@ def _install(given: dict[str, Any]) -> None:
         mine = of_file.get(os.path.realpath(self.path))
         if not mine:
             return usual(self, name)
-        text = Path(self.path).read_text()
+        source: Any = Path(self.path).read_bytes()
         if "plant" in given:
             (fault,) = mine.values()
-            if "old" in fault:
-                assert text.count(fault["old"]) == 1, fault["name"]
-                return compile(text.replace(fault["old"], fault["new"]), self.path, "exec")
-            tree = faults.planted(ast.parse(text), faults.Fault(**fault))
-        else:
-            tree = faults.watched(
-                ast.parse(text), {n: faults.Fault(**f) for n, f in mine.items() if "old" not in f}
-            )
-        return compile(tree, self.path, "exec")
+            return compile(faults.planted(source, fault), self.path, "exec")
+        drawn = {n: fault for n, fault in mine.items() if fault.at is not None}
+        return compile(faults.watched(source, drawn), self.path, "exec")
 
     loader.get_code = get_code  # type: ignore[method-assign]
 
