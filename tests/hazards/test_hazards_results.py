@@ -102,62 +102,44 @@ def whole_and_view(x: torch.Tensor, w: torch.Tensor) -> Any:
     return h, h.view(-1)
 
 
-def whole_and_row(x: torch.Tensor, w: torch.Tensor) -> Any:
-    h = F.linear(x, w)
-    return h, h[0]
-
-
 def view_and_whole(x: torch.Tensor, w: torch.Tensor) -> Any:
     h = F.gelu(F.linear(x, w)) + x
     return h.t(), h
 
 
-def whole_and_detached(x: torch.Tensor, w: torch.Tensor) -> Any:
-    h = F.linear(x, w)
-    return h, h.detach()
+SHARING: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
+    "whole and view": whole_and_view,
+    "whole and row": lambda x, w: (h := F.linear(x, w), h[0]),
+    "view and whole": view_and_whole,
+    "whole and detached": lambda x, w: (h := F.linear(x, w), h.detach()),
+    "view of the input": lambda x, w: (F.linear(x.detach().clone(), w), x.view(-1)),
+    "whole and overlapping windows": lambda x, w: (h := F.linear(x, w), h.unfold(1, 2, 1)),
+}
 
 
-def view_of_the_input(x: torch.Tensor, w: torch.Tensor) -> Any:
-    return F.linear(x.detach().clone(), w), x.view(-1)
-
-
-def whole_and_windows(x: torch.Tensor, w: torch.Tensor) -> Any:
-    """The second one's elements overlap."""
-    h = F.linear(x, w)
-    return h, h.unfold(1, 2, 1)
-
-
-def write_nothing(first: torch.Tensor, second: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    return weighted_sum(first.sin()) + weighted_sum(second * 3) + weighted_sum(x)
-
-
-def write_first(first: torch.Tensor, second: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    first.mul_(2)
-    return weighted_sum(first.sin()) + weighted_sum(second * 3) + weighted_sum(x)
-
-
-def write_second(first: torch.Tensor, second: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    second.mul_(2)
-    return weighted_sum(second.sin()) + weighted_sum(first * 3) + weighted_sum(x)
+def used(written: int | None, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    """A loss of both results; one of them is written to before."""
+    if written is not None:
+        (first, second)[written].mul_(2)
+    one, other = (second, first) if written == 1 else (first, second)
+    return weighted_sum(one.sin()) + weighted_sum(other * 3)
 
 
 @SETTINGS
 @pytest.mark.parametrize("scale", ["dynamic", 1024.0, "none"])
 @pytest.mark.parametrize(
-    ("program", "write"),
+    ("name", "written"),
     [
-        *itertools.product(
-            (whole_and_view, whole_and_row, view_and_whole, whole_and_detached, view_of_the_input),
-            (write_first, write_second),
-        ),
-        (whole_and_windows, write_nothing),
-        (whole_and_windows, write_first),
+        *itertools.product([*SHARING][:-1], (0, 1)),
+        ("whole and overlapping windows", None),
+        ("whole and overlapping windows", 0),
     ],
 )
 def test_results_that_share_memory(
-    program: Any, write: Any, scale: Any, level: str, emit: str
+    name: str, written: int | None, scale: Any, level: str, emit: str
 ) -> None:
     """What the caller writes to one is in the other, and in its history."""
+    program = SHARING[name]
     fast = mpcompile(
         program, level=level, emit=emit, loss_scale=scale, dtype=torch.float16, strict=True
     )
@@ -165,7 +147,7 @@ def test_results_that_share_memory(
     found = []
     for run in (program, fast, fast):  # the first backward finds the scale, the second has it
         inner = x * 1  # no leaf: it may be written
-        loss = write(*run(inner, w), inner)
+        loss = used(written, *run(inner, w)) + weighted_sum(inner)
         found.append((loss, *torch.autograd.grad(loss, (x, w), allow_unused=True)))
     for actual in found[1:]:
         for what, a, b in zip(("loss", "x", "w"), actual, found[0], strict=True):
@@ -179,29 +161,24 @@ def test_a_policy_that_would_part_results_is_refused() -> None:
     assert "no longer lies in the memory of" in reason
 
 
-def test_module_without_parameters() -> None:
-    def forward(m: Any, x: torch.Tensor, y: torch.Tensor) -> Any:
-        return x @ y
-
-    check(module_of(forward), leaf(8, 16), leaf(16, 8), low=["matmul"])
-
-
-def test_nothing_is_float() -> None:
-    def program(x: torch.Tensor, y: torch.Tensor) -> Any:
-        return x + y.sum(), x > 2, x.bool() & (y[0] > 0)
-
-    check(program, torch.randint(9, (8, 4)), torch.randint(9, (4,)))
-
-
-def test_no_tensor_comes_in() -> None:
-    def program() -> torch.Tensor:
-        return torch.ones(3, 4) @ torch.ones(4, 2)
-
-    check(program, low=["matmul"])
+SMALL: dict[str, tuple[Any, list[torch.Tensor], list[str]]] = {
+    "a module without parameters": (
+        module_of(lambda m, x, y: x @ y), [leaf(8, 16), leaf(16, 8)], ["matmul"]
+    ),
+    "nothing is float": (
+        lambda x, y: (x + y.sum(), x > 2, x.bool() & (y[0] > 0)),
+        [torch.randint(9, (8, 4)), torch.randint(9, (4,))], [],
+    ),
+    "no tensor comes in": (lambda: torch.ones(3, 4) @ torch.ones(4, 2), [], ["matmul"]),
+    "nothing to compute": (nn.Identity(), [leaf(3)], []),
+}  # fmt: skip
+"""Programs with little in them, their inputs, and what of them runs low."""
 
 
-def test_nothing_to_compute() -> None:
-    check(nn.Identity(), leaf(3))
+@pytest.mark.parametrize("name", SMALL)
+def test_programs_with_little_in_them(name: str) -> None:
+    program, inputs, low = SMALL[name]
+    check(program, *inputs, low=low)
 
 
 @SETTINGS
