@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from module_of import module_of
 from torch import nn
 
-from mpcompile import MPCompileError, MPCompileWarning, MPOptimizer, mpcompile
+from mpcompile import MPCompileError, MPCompileWarning, MPOptimizer, compiled_plans, mpcompile
 from mpcompile.scaling import foreign
 
 
@@ -205,9 +205,11 @@ def test_a_half_buffer_under_autocast_is_written_to() -> None:
     assert all(bool((seen == 1).all()) for seen in model.buffers())
 
 
-@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
-def test_under_autocast_a_call_is_what_it_is_without(level: str) -> None:
-    """Results and gradients, of a module and of a function, to the last bit."""
+@pytest.mark.parametrize(
+    ("level", "emit"), [("O0", "eager"), ("O1", "eager"), ("O2", "eager"), ("O2", "aot_eager")]
+)
+def test_under_autocast_a_call_is_what_it_is_without(level: str, emit: str) -> None:
+    """Results and gradients, of a module and of a function, to the last bit; in no_grad, too."""
 
     def forward(m: Any, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         with torch.autocast("cpu", torch.bfloat16):  # one of its own counts
@@ -219,14 +221,18 @@ def test_under_autocast_a_call_is_what_it_is_without(level: str) -> None:
     for dtype in (None, torch.bfloat16, torch.float16):
         torch.manual_seed(0)
         net = module_of(forward, first=nn.Linear(8, 8), last=nn.Linear(8, 4))
-        options: dict[str, Any] = {"dtype": torch.float16, "level": level, "emit": "eager"}
+        options: dict[str, Any] = {"dtype": torch.float16, "level": level, "emit": emit}
         function = mpcompile(lambda x, net=net: net(x), **options)
         module = mpcompile(copy.deepcopy(net), **options)
         for run, model in ((function, net), (module, module)):
             with torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None):
+                with torch.no_grad():
+                    evaluated = run(x)
                 results = run(x)
             sum(result.float().sum() for result in results).backward()
-            runs.append([*results, *(p.grad for p in model.parameters())])
+            runs.append([*evaluated, *results, *(p.grad for p in model.parameters())])
+            low = [n.precision for plan in compiled_plans(run) for n in plan.nodes]
+            assert ("LOW" in low) == (level != "O0")
     for found in runs[1:]:
         torch.testing.assert_close(found, runs[0], rtol=0, atol=0)
     assert [result.dtype for result in runs[0][:2]] == [torch.float32] * 2
