@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 import pytest
 import torch
 from torch import nn
+from torch.nn.functional import cross_entropy
 from torch.optim import Optimizer
 
 from mpcompile import LossScale, MPCompileWarning, MPOptimizer, mpcompile
@@ -90,7 +91,7 @@ class Run:
 
     def loss_of(self, model: nn.Module) -> Callable[..., torch.Tensor]:
         """The forward of a classifier: its loss, times a factor."""
-        return self.forward(lambda x, y, f: nn.functional.cross_entropy(model(x), y) * f)
+        return self.forward(lambda x, y, f: cross_entropy(model(x), y) * f)
 
     def optimizer(self, optimizer: Optimizer, **settings: Any) -> Any:
         if self.setting.generated:
@@ -297,3 +298,44 @@ def batches(
 def net() -> nn.Sequential:
     """A classifier of 16 features into 8 classes."""
     return nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 8))
+
+
+def gan(zero_first: bool) -> Program:
+    """A step of two networks; what the first loss is, is a part of the second."""
+
+    def program(run: Run) -> Callable[..., Any]:
+        g = run.model(nn.Sequential(nn.Linear(16, 24), nn.ReLU(), nn.Linear(24, 16)))
+        d = run.model(net())
+        opt_g, opt_d = run.sgd(g.parameters()), run.sgd(d.parameters())
+
+        of_g = run.loss_of(nn.Sequential(g, d))
+        of_d = run.forward(
+            lambda x, y, f: (cross_entropy(d(x), y) + d(g(x).detach()).square().mean()) * f
+        )
+
+        def step(x: torch.Tensor, y: torch.Tensor, fd: torch.Tensor, fg: torch.Tensor) -> Any:
+            if zero_first:
+                opt_d.zero_grad()
+            loss_d = of_d(x, y, fd)
+            loss_d.backward()
+            opt_d.step()
+            (opt_g if zero_first else opt_d).zero_grad()
+            loss_g = of_g(x, y, fg) + loss_d.detach()
+            loss_g.backward()
+            opt_g.step()
+            if not zero_first:
+                opt_g.zero_grad()
+                opt_d.zero_grad()
+            return {"d": loss_d.detach(), "g": loss_g.detach()}
+
+        return step
+
+    return program
+
+
+def gan_calls(count: int, bad: str | None = None) -> list[tuple[torch.Tensor, ...]]:
+    """Batches with a factor for each loss: 1, but for the loss `bad` of the third."""
+    return [
+        (x, y, *(torch.tensor(1e30 if bad == which and i == 2 else 1.0) for which in "dg"))
+        for i, (x, y, _) in enumerate(batches(count))
+    ]
