@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from compare import SETTINGS, check, fallback_reason, leaf
 from graphs import ran
 from module_of import module_of
+from public_language import Attention
 from torch import Tensor, nn
 
 from mpcompile import Policy, ir
@@ -19,38 +20,17 @@ from mpcompile.passes.graph.place_casts import place_casts
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 
 
-class CausalSelfAttention(nn.Module):
-    """As nanoGPT writes it."""
-
-    def __init__(self, dropout: float = 0.0) -> None:
-        super().__init__()
-        self.c_attn, self.c_proj = nn.Linear(32, 96, bias=False), nn.Linear(32, 32, bias=False)
-        self.dropout = dropout
-
-    def forward(self, x: Tensor) -> Tensor:
-        B, T, C = x.size()
-        q, k, v = self.c_attn(x).split(32, dim=2)
-        k = k.view(B, T, 4, C // 4).transpose(1, 2)
-        q = q.view(B, T, 4, C // 4).transpose(1, 2)
-        v = v.view(B, T, 4, C // 4).transpose(1, 2)
-        dropout = self.dropout if self.training else 0
-        y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
-        y = y.transpose(1, 2).contiguous().view(B, T, C)
-        return self.c_proj(y)
-
-
 @DTYPES
 @SETTINGS
 def test_attention_of_nanogpt(level: str, emit: str, dtype: torch.dtype) -> None:
-    seen = check(CausalSelfAttention(), torch.randn(2, 8, 32), dtype=dtype, level=level, emit=emit)
+    seen = check(Attention(), torch.randn(2, 8, 32), dtype=dtype, level=level, emit=emit)
     assert seen.ops("LOW").count("linear") == 2
 
 
 @pytest.mark.slow("compiles by Inductor")
 def test_attention_of_symbolic_sizes_and_in_evaluation() -> None:
-    seen = check(
-        CausalSelfAttention(0.1).eval(), torch.randn(2, 8, 32), dtype=torch.bfloat16, dynamic=True
-    )
+    model = Attention(dropout=0.1).eval()
+    seen = check(model, torch.randn(2, 8, 32), dtype=torch.bfloat16, dynamic=True)
     with torch.no_grad():
         seen.model(torch.randn(3, 9, 32))
     seen.model.train()(torch.randn(3, 11, 32)).sum().backward()

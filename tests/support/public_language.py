@@ -26,10 +26,11 @@ class Norm(nn.Module):
 class Attention(nn.Module):
     """Causal, by the fused operator."""
 
-    def __init__(self) -> None:
+    def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
         self.c_attn = nn.Linear(WIDTH, 3 * WIDTH, bias=False)
         self.c_proj = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.dropout = dropout
 
     def forward(self, x: Tensor) -> Tensor:
         B, T, C = x.size()
@@ -37,7 +38,8 @@ class Attention(nn.Module):
         k = k.view(B, T, HEADS, C // HEADS).transpose(1, 2)
         q = q.view(B, T, HEADS, C // HEADS).transpose(1, 2)
         v = v.view(B, T, HEADS, C // HEADS).transpose(1, 2)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        dropout = self.dropout if self.training else 0
+        y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
         return self.c_proj(y.transpose(1, 2).contiguous().view(B, T, C))
 
 
