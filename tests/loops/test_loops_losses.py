@@ -209,33 +209,29 @@ def test_checkpoints_inside_the_compiled_model(how: str, emit: str, way: Way) ->
         update(F.cross_entropy(model(x[step].requires_grad_()), y[step]))
 
 
+def one_by_one(blocks: list[nn.Module], h: torch.Tensor, **how: Any) -> torch.Tensor:
+    for one in blocks:
+        h = h + checkpoint(one, h, **how)
+    return h
+
+
+def in_segments(blocks: list[nn.Module], h: torch.Tensor, **how: Any) -> torch.Tensor:
+    return checkpoint_sequential(blocks, 2, h, **how)
+
+
 @pytest.mark.slow_rows("a loop in each way of training, against FP64")
 @WAYS
 @KINDS
+@pytest.mark.parametrize("run", [one_by_one, in_segments])
 @agreeing()
-def test_compiled_blocks_inside_a_checkpoint(reentrant: bool, way: Way) -> None:
+def test_compiled_blocks_inside_a_checkpoint(run: Any, reentrant: bool, way: Way) -> None:
     """The loop is plain, each block is compiled, and runs its forward twice."""
-    blocks = [way.model(block()) for _ in range(2)]
+    blocks = [way.model(block()) for _ in range(3)]
     parameters = [p for b in blocks for p in b.parameters()]
     optimizer = way.optimizer(torch.optim.SGD(parameters, lr=0.2))
     x, y = torch.randn(4, 8, 32), torch.randn(4, 8, 32)
     for step, update in way.updates(4, *blocks, optimizer, planted=2):
-        h = x[step].requires_grad_()
-        for one in blocks:
-            h = h + checkpoint(one, h, use_reentrant=reentrant)
-        update(F.mse_loss(h, y[step]))
-
-
-@MOSTLY_O1
-@KINDS
-@agreeing()
-def test_checkpoint_sequential(reentrant: bool, way: Way) -> None:
-    blocks = [way.model(block()) for _ in range(3)]
-    model = nn.Sequential(*blocks)
-    optimizer = way.optimizer(torch.optim.SGD(model.parameters(), lr=0.2))
-    x, y = torch.randn(3, 8, 32), torch.randn(3, 8, 32)
-    for step, update in way.updates(3, model, optimizer, planted=1):
-        out = checkpoint_sequential(blocks, 2, x[step].requires_grad_(), use_reentrant=reentrant)
+        out = run(blocks, x[step].requires_grad_(), use_reentrant=reentrant)
         update(F.mse_loss(out, y[step]))
 
 
