@@ -6,6 +6,8 @@ from public_loops import Clip, Models, Optimizers, Step, optimizer, usual
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from benchmarks.models.images import Discriminator, Generator, drawn_as_dcgan
+
 NOISE, FILTERS, PIXELS, LATENT = 16, 8, 144, 8
 
 # -- MNIST -----------------------------------------------------------------------------------------
@@ -50,53 +52,10 @@ def mnist_step(model: nn.Module, data: Tensor, target: Tensor) -> Tensor:
 # -- DCGAN -----------------------------------------------------------------------------------------
 
 
-class Generator(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.main = nn.Sequential(
-            nn.ConvTranspose2d(NOISE, FILTERS * 2, 4, 1, 0, bias=False),
-            nn.BatchNorm2d(FILTERS * 2),
-            nn.ReLU(True),
-            nn.ConvTranspose2d(FILTERS * 2, FILTERS, 4, 2, 1, bias=False),
-            nn.BatchNorm2d(FILTERS),
-            nn.ReLU(True),
-            nn.ConvTranspose2d(FILTERS, 3, 4, 2, 1, bias=False),
-            nn.Tanh(),
-        )
-
-    def forward(self, noise: Tensor) -> Tensor:
-        return self.main(noise)
-
-
-class Discriminator(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.main = nn.Sequential(
-            nn.Conv2d(3, FILTERS, 4, 2, 1, bias=False),
-            nn.LeakyReLU(0.2, inplace=True),
-            nn.Conv2d(FILTERS, FILTERS * 2, 4, 2, 1, bias=False),
-            nn.BatchNorm2d(FILTERS * 2),
-            nn.LeakyReLU(0.2, inplace=True),
-            nn.Conv2d(FILTERS * 2, 1, 4, 1, 0, bias=False),
-            nn.Sigmoid(),
-        )
-
-    def forward(self, images: Tensor) -> Tensor:
-        return self.main(images).view(-1, 1).squeeze(1)
-
-
-def _start(module: nn.Module) -> None:
-    kind = type(module).__name__
-    if kind.find("Conv") != -1:
-        nn.init.normal_(module.weight, 0.0, 0.02)
-    elif kind.find("BatchNorm") != -1:
-        nn.init.normal_(module.weight, 1.0, 0.02)
-        nn.init.zeros_(module.bias)
-
-
 def dcgan() -> list[nn.Module]:
     """The generator and the discriminator."""
-    return [Generator().apply(_start), Discriminator().apply(_start)]
+    judge = nn.Sequential(Discriminator(width=FILTERS, levels=2), nn.Sigmoid())
+    return [drawn_as_dcgan(m) for m in (Generator(noise=NOISE, width=FILTERS, levels=2), judge)]
 
 
 def dcgan_batch() -> tuple[Tensor, ...]:
