@@ -6,11 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from faulty_models import (
     Activation,
     Make,
-    Net,
     Own,
     Square,
     Steep,
@@ -116,34 +114,19 @@ def test_however_torch_compile_was_called(how: str) -> None:
     scale = LossScale.static(128.0)
     options: dict[str, Any] = {"dtype": torch.float16, "emit": "eager", "strict": True,
                                "repair": True, "loss_scale": scale}  # fmt: skip
-    model = net(Activation)
+    model = net(Activation, broken=how == "graph breaks")
     if how == "whole step":
         _train_in_one_function(model, options)
     else:
         call: Any = {
             "function": lambda: mpcompile(lambda x: model(x), **options),
             "backend": lambda: torch.compile(model, backend="mpcompile", options=options),
-            "graph breaks": lambda: mpcompile(Broken(model), **options),
+            "graph breaks": lambda: mpcompile(model, **options),
         }[how]()
         Training(model, call).run(20)
     (event,) = scale.repairs.events
     assert f"part ({line_of(Activation)})" in event
     assert scale.skipped_steps == 5
-
-
-class Broken(nn.Module):
-    """The part is in a graph of its own."""
-
-    def __init__(self, inner: Net) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = F.gelu(self.inner.first(x))
-        torch._dynamo.graph_break()
-        x = self.inner.part(x)
-        torch._dynamo.graph_break()
-        return self.inner.last(x)
 
 
 def _train_in_one_function(model: nn.Module, options: dict[str, Any]) -> None:

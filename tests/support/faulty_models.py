@@ -8,12 +8,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from faulty import WIDTH, Host
 from torch import nn
 from torch.optim import Optimizer
 
 from mpcompile import MPCompileWarning, MPOptimizer, mpcompile
 
-INPUTS, CLASSES, BATCH = 16, 4, 32
+CLASSES, BATCH = 4, 32
 Make = Callable[[Iterator[nn.Parameter]], Optimizer]
 
 
@@ -22,7 +23,7 @@ class Activation(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layer = nn.Linear(INPUTS, INPUTS)
+        self.layer = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         high = x * 1000 * 1000  # the fault
@@ -74,28 +75,12 @@ class Own(Activation):
         return y
 
 
-class Net(nn.Module):
-    """A small network around such a part."""
-
-    def __init__(self, part: type[Activation], checkpointed: bool = False) -> None:
-        super().__init__()
-        self.first, self.last = nn.Linear(INPUTS, INPUTS), nn.Linear(INPUTS, CLASSES)
-        self.part, self.checkpointed = part(), checkpointed
-
-    def body(self, x: torch.Tensor) -> torch.Tensor:
-        return self.part(F.gelu(self.first(x)))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.checkpointed:
-            x = torch.utils.checkpoint.checkpoint(self.body, x, use_reentrant=False)  # type: ignore[assignment]
-        else:
-            x = self.body(x)
-        return self.last(x)
-
-
-def net(part: type[Activation], **more: Any) -> Net:
+def net(part: type[Activation], **how: bool) -> Host:
+    """A small classifier around such a part."""
     torch.manual_seed(0)
-    return Net(part, **more)
+    made = Host(part(), **how)
+    made.after = nn.Linear(WIDTH, CLASSES)
+    return made
 
 
 def line_of(part: type[Activation]) -> str:
@@ -139,8 +124,8 @@ class Training:
         idle: how many of the first steps change nothing, as skipped ones do.
         """
         data = torch.Generator().manual_seed(1)
-        xs = torch.randn(8 * BATCH, INPUTS, generator=data)
-        ys = (xs @ torch.randn(INPUTS, CLASSES, generator=data)).argmax(1)
+        xs = torch.randn(8 * BATCH, WIDTH, generator=data)
+        ys = (xs @ torch.randn(WIDTH, CLASSES, generator=data)).argmax(1)
         optimizer = self.make(self.model.parameters())
         if self.generated:
             optimizer = MPOptimizer(optimizer, emit=self.emit)
@@ -162,7 +147,7 @@ class Training:
         return self
 
 
-def compiled(part: type[Activation], *, checkpointed: bool = False, **options: Any) -> Net:
+def compiled(part: type[Activation], *, checkpointed: bool = False, **options: Any) -> Host:
     """Such a network in FP16, with a scale that never moves if no other is asked for."""
     asked: dict[str, Any] = {"dtype": torch.float16, "emit": "eager", "strict": True}
     return mpcompile(
