@@ -25,6 +25,22 @@ from mpcompile.optim import compiled_steps, updates
 LAYERS, STEPS = 6, 40
 SHAPES = ((3, 4), ())
 
+
+class Partly(AdamW):
+    """Makes some of its state in the step."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        super().step(closure)
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    state = self.state[p]
+                    if "mean" not in state:
+                        state["mean"] = torch.zeros_like(p)
+                    state["mean"].lerp_(p.grad, 0.5)
+
+
 optim = torch.optim
 MAKERS: dict[str, Make] = {
     "SGD": functools.partial(SGD, lr=0.1, momentum=0.9, weight_decay=0.1, nesterov=True),
@@ -37,6 +53,12 @@ MAKERS: dict[str, Make] = {
     "ASGD": functools.partial(optim.ASGD, lr=0.1, t0=3),
     "Rprop": functools.partial(optim.Rprop, lr=0.1),
 }
+MAKE_STATE: dict[str, Make] = {
+    "as written": MakesState,
+    "some of it": functools.partial(Partly, lr=0.1),
+    "momentum": functools.partial(SGD, lr=0.1, momentum=0.9, dampening=0.5),
+}
+"""Those that make state in a step."""
 
 
 def tensors() -> list[torch.Tensor]:
@@ -84,24 +106,20 @@ def check(twins: Twins) -> None:
         torch.testing.assert_close(mine["state"][index], entry, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.slow("steps of many patterns of absent gradients")
-@pytest.mark.parametrize("name", MAKERS)
-def test_dropped_layers(name: str) -> None:
-    twins = Twins(MAKERS[name], tensors())
-    train(twins)
-    check(twins)
-    assert twins.optimizer.compilations <= 3
-
-
 @pytest.mark.slow_rows("steps of many patterns of absent gradients")
-@pytest.mark.parametrize("name", ["SGD", "AdamW"])
-def test_multi_tensor(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The graphs that a GPU gets, run here."""
-    monkeypatch.setattr(updates, "capabilities", lambda device: SimpleNamespace(multi_tensor=True))
-    twins = Twins(MAKERS[name], tensors())
+@pytest.mark.parametrize(
+    ("name", "multi_tensor"),
+    [("SGD", True), ("AdamW", True), *((name, False) for name in (*MAKERS, *MAKE_STATE))],
+)
+def test_dropped_layers(name: str, multi_tensor: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the graphs of a CPU, and (`multi_tensor`) by those that a GPU gets."""
+    if multi_tensor:
+        told = SimpleNamespace(multi_tensor=True)
+        monkeypatch.setattr(updates, "capabilities", lambda device: told)
+    twins = Twins({**MAKERS, **MAKE_STATE}[name], tensors())
     train(twins)
     check(twins)
-    assert twins.optimizer.compilations <= 3
+    assert twins.optimizer.compilations <= (6 if name in MAKE_STATE else 3)
 
 
 @pytest.mark.slow("steps of many patterns of absent gradients")
@@ -258,37 +276,6 @@ def test_a_step_that_chooses_by_parameter() -> None:
         twins.mine[3].marked = twins.theirs[3].marked = rate
         twins.step([torch.randn(3) if k else None for k in kept])
     check(twins)
-
-
-class Partly(AdamW):
-    """Makes some of its state in the step."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
-        super().step(closure)
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    state = self.state[p]
-                    if "mean" not in state:
-                        state["mean"] = torch.zeros_like(p)
-                    state["mean"].lerp_(p.grad, 0.5)
-
-
-@pytest.mark.slow("steps of many patterns of absent gradients")
-@pytest.mark.parametrize(
-    "make",
-    [
-        MakesState,
-        functools.partial(Partly, lr=0.1),
-        functools.partial(SGD, lr=0.1, momentum=0.9, dampening=0.5),
-    ],
-)
-def test_state_that_only_a_step_makes(make: Make) -> None:
-    twins = Twins(make, tensors())
-    train(twins)
-    check(twins)
-    assert twins.optimizer.compilations <= 6
 
 
 class Layers(nn.Module):
