@@ -146,7 +146,7 @@ class _OnTensors(fx.Interpreter):
         if target is aten.copy_.default:  # it is functional: these are its writes
             self._written[ir.slot_of(n.all_input_nodes[0])] = args[1]
         elif target is aten._local_scalar_dense.default:
-            return args[0]
+            return args[0].double()
         elif n.op == "call_function" and _has_tensors_for_numbers(target, args, kwargs):
             with ir.because("the number stays on the device"):
                 return _computed(n, args, kwargs)

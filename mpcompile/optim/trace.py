@@ -184,6 +184,8 @@ class _ItemIsTensor(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if func is torch.Tensor.item and args[0].is_floating_point():
-            return args[0].float()
+        if func is torch.Tensor.item and args[0].dtype is not torch.bool:
+            return (
+                args[0].reshape(()).double()
+            )  # as wide as a Python number, and promotes as little
         return func(*args, **(kwargs or {}))

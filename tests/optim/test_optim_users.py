@@ -221,6 +221,24 @@ def test_a_learning_rate_kept_in_the_state() -> None:
         twins.agree()
 
 
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float32])
+def test_a_count_read_as_a_number(dtype: torch.dtype) -> None:
+    """It stays on the device, and as wide as Python's number: in FP32, `1 - 0.9999` keeps 4 digits
+    (of 2^-24 / 1e-4, half an ulp of 1 over the difference).
+    """
+
+    class ReadsItsCount(AsWritten):
+        def update(self, group: dict[str, Any], p: torch.Tensor, state: dict[str, Any]) -> None:
+            count = state.setdefault("step", torch.zeros((), dtype=dtype))
+            count += 1
+            assert p.grad is not None
+            p.sub_(p.grad * (1e-3 * group["lr"] / (1 - 0.9999 ** count.item())))
+
+    twins = Twins(ReadsItsCount)
+    twins.train(3)
+    assert (twins.optimizer.left, twins.optimizer.compilations) == (None, 1)
+
+
 class Averaged(SGD):
     """Swaps its parameters for their average in evaluation, as schedule-free optimizers do."""
 
