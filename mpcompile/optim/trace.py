@@ -185,7 +185,5 @@ class _ItemIsTensor(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if func is torch.Tensor.item and args[0].dtype is not torch.bool:
-            return (
-                args[0].reshape(()).double()
-            )  # as wide as a Python number, and promotes as little
+            return args[0].reshape(()).double()  # as wide as the number, and promotes as little
         return func(*args, **(kwargs or {}))

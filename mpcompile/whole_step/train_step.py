@@ -200,7 +200,7 @@ def _reason(error: Exception) -> str:
     if isinstance(error, CannotRewrite):
         return str(error)
     if isinstance(error.__cause__ or error, ON_VALUES):
-        return f"it makes a Python number of a tensor's value, or branches on it{_place(error)}"
+        return f"it makes a number or a size of a tensor's value, or branches on it{_place(error)}"
     if isinstance(error, FailOnRecompileLimitHit):
         return (
             "it differs from call to call, more often than torch compiles it again "

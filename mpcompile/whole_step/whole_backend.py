@@ -13,6 +13,7 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import (
     GuardOnDataDependentSymNode,
     PendingUnbackedSymbolNotFound,
+    free_unbacked_symbols,
 )
 
 from .. import ir
@@ -106,15 +107,15 @@ class WholeBackend:
 
 def _why_on_values(graph: fx.Graph) -> str:
     """Where the step needs a value that only a run has, and what to do instead."""
-    why = "it makes a Python number of a tensor's value"
-    for node in graph.find_nodes(op="call_method", target="item"):
+    sized = [n for n in graph.nodes if free_unbacked_symbols(n.meta.get("example_value"))]
+    for node in graph.find_nodes(op="call_method", target="item") or sized:
         code = [text for text in (node.stack_trace or "").splitlines() if text.strip(" ^~")]
         at = f" (at {ir.source(node)}: {code[-1].strip()})" if code else ""
-        return (
-            f"{why}{at}; return the tensor, as loss.detach(), and call .item() on that, outside of "
-            "the step"
-        )
-    return f"{why}, or branches on it"
+        if node.target != "item":
+            return f"a result's size depends on a tensor's values{at}; do that outside of the step"
+        why = f"it makes a Python number of a tensor's value{at}; return the tensor, as"
+        return f"{why} loss.detach(), and call .item() on that, outside of the step"
+    return "it makes a Python number of a tensor's value, or branches on it"
 
 
 def _check_graph(gm: fx.GraphModule) -> None:

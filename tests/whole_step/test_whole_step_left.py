@@ -37,6 +37,11 @@ def plain(model: nn.Module, x: torch.Tensor, y: torch.Tensor, f: torch.Tensor) -
     return F.cross_entropy(model(x), y) * f
 
 
+def balanced(model: nn.Module, x: torch.Tensor, y: torch.Tensor, f: torch.Tensor) -> torch.Tensor:
+    counts = torch.bincount(y)
+    return (F.cross_entropy(model(x), y, reduction="none") / counts[y]).mean() * f
+
+
 def branching(loss: torch.Tensor) -> torch.Tensor:
     return loss.detach() * (2 if loss > 0 else 3)
 
@@ -68,6 +73,15 @@ def test_python_that_reads_a_value(setting: Setting, name: str) -> None:
     end, reason = ENDS[name]
     run = agree_left(stepping(plain, end=end), batches(4, factors={2: 1e30}), setting, reason)
     assert run.scale.skipped_steps == 1
+
+
+@pytest.mark.slow("compiles whole steps of several kinds, against FP64")
+def test_a_size_that_only_a_run_tells() -> None:
+    """As many counts as there are classes in the batch, and the backward needs them."""
+    reason = (
+        r"size depends on a tensor's values \(at \S+left.py:\d+: counts = .*\); do that outside"
+    )
+    agree_left(stepping(balanced), batches(2), O1, reason)
 
 
 @pytest.mark.slow("compiles whole steps of several kinds, against FP64")
