@@ -1,5 +1,5 @@
-"""The residual streams of a graph: `x` and `x + f(x)`, or `s * x + f(x)` with a weight `s`, where
-products compute `f`.
+"""The residual streams of a graph: `x` and `x + f(x)`, or `s * x + f(x)` with a weight or gate `s`,
+where products compute `f`.
 
     layer_norm: FULL                           post-norm: the value itself is not rounded
     add: FULL = add(layer_norm, linear)        FP32 at O1, as under autocast
@@ -13,7 +13,7 @@ here. Nor are rows of a table: the step's low copy of the table is what was roun
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 
 from torch import fx
 
@@ -26,20 +26,27 @@ from .reads import counted_operands
 def residual_streams(graph: fx.Graph) -> set[fx.Node]:
     """The undecided sums of a value that is FP32 at O1 and what products make of it; the value."""
     weights = _weights(graph)
-    full = _full_at_o1(graph)
-    sums: list[tuple[fx.Node, list[fx.Node], fx.Node]] = []
-    for node in full:
-        read = counted_operands(node) if ir.rule(node).adds else []
-        if ir.precision(node) is Precision.FOLLOW and len(read) == 2:
-            for stream, result in (read, read[::-1]):
-                if stream in full and stream not in weights:
-                    sums.append((node, list(_carried(stream, weights)), result))
+    full = _full_at_o1(graph) - weights
+    sums = [
+        (node, _carried(stream, full, weights), {*read} - {stream})
+        for node in filter(_adds, graph.nodes)
+        if len(read := counted_operands(node)) > 1
+        for stream in full.intersection(read)
+        if ir.same_shape(ir.shape(stream), ir.shape(node))  # unlike a mask that all layers add
+    ]
     is_made_of = _made_by_products(graph, {n for _, carried, _ in sums for n in carried})
     found: set[fx.Node] = set()
-    for node, carried, result in sums:
-        if any(is_made_of(result, n) for n in carried):
+    for node, carried, others in sums:
+        if any(is_made_of(other, n) for other in others for n in carried):
             found.update([node, *carried])
     return {node for node in found if ir.kind(node) is not Kind.MOVE}
+
+
+def _adds(node: fx.Node) -> bool:
+    """Whether it is a sum, or one of products: no operand alone makes it zero, nor is picked."""
+    rule = ir.rule(node)
+    one_of_products = rule.elementwise and not (rule.hands_on_tiny or rule.picks)
+    return ir.precision(node) is Precision.FOLLOW and (rule.adds or one_of_products)
 
 
 def _weights(graph: fx.Graph) -> set[fx.Node]:
@@ -71,25 +78,23 @@ def _made_by_products(
     read: dict[fx.Node, int] = {}  # all values in one walk: some are read again in every layer
     made: dict[fx.Node, int] = {}
     for node in graph.nodes:
-        read[node] = made[node] = 0
+        is_product = ir.rule(node).precision is Precision.LOW  # also one that is pinned to FP32
+        read[node], made[node] = bits.get(node, 0), 0
         for operand in node.all_input_nodes:
             read[node] |= read[operand]
-            made[node] |= made[operand]
-        if ir.rule(node).precision is Precision.LOW:  # also a product that is pinned to FP32
-            made[node] = read[node]
-        read[node] |= bits.get(node, 0)
+            made[node] |= (read if is_product else made)[operand]
     return lambda node, value: bool(made[node] & bits[value])
 
 
-def _carried(stream: fx.Node, weights: set[fx.Node]) -> Iterator[fx.Node]:
-    """The value, and what it shows or only scales: views, a dropout, a product with a weight."""
-    yield stream
-    while ir.precision(stream) is Precision.FOLLOW:
-        shown = [n for n in _operands(stream) if n not in weights]
-        if len(shown) != 1:
-            break
-        (stream,) = shown
-        yield stream
+def _carried(stream: fx.Node, full: set[fx.Node], weights: set[fx.Node]) -> set[fx.Node]:
+    """The value, and what it shows or only scales: views, a dropout, a product with a gate."""
+
+    def further(node: fx.Node) -> set[fx.Node]:
+        read = set(_operands(node))
+        is_sum = len(read - weights) > 1 and _adds(node)
+        return full & read if ir.precision(node) is Precision.FOLLOW and not is_sum else set()
+
+    return set(ir.reached([stream], further))
 
 
 def _operands(node: fx.Node) -> list[fx.Node]:

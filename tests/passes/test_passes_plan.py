@@ -151,12 +151,20 @@ def of_one_part(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return F.linear(norm(a + branch(a, w)), w)
 
 
+def gated(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    x, t = norm(x), F.linear(x, w).sigmoid()
+    x = t * branch(x, w) + (1 - t) * x
+    x = torch.lerp(x, branch(x, w), t)
+    return F.linear(norm(torch.addcmul(x, w[0], branch(x, w))), w)
+
+
 STREAMS = {  # program -> its streams at O2
     normed_first: ["add", "sub"],
     normed_after: ["layer_norm", "layer_norm_1", "dropout", "add", "add_1"],
     in_parallel: ["add_1"],
     seen_otherwise: ["mul", "view", "add"],
     scaled_by_a_weight: ["mul", "mul_1", "add"],
+    gated: ["layer_norm", "mul_1", "add", "lerp", "addcmul"],
     of_one_part: ["layer_norm", "chunk", "getitem", "add"],
 }
 
@@ -167,7 +175,20 @@ def convolved(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return x + F.batch_norm(F.conv2d(x, kernel), mean, var, training=True)
 
 
+def mixed(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    p = F.linear(x, w).softmax(-1)
+    return F.gelu(p[:, :1] * branch(x, w) + p[:, 1:2] * branch(x, w.t()))
+
+
+def masked_twice(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    mask = torch.full((8, 16), -9.0).triu(1)
+    p = (F.linear(x.view(2, 8, 16), w) - mask).softmax(-1)
+    return (F.linear(p, w) + mask).softmax(-1)
+
+
 OTHERS = {
+    "a mask of all layers": masked_twice,
+    "a mixture": mixed,
     "a bias": lambda x, w: F.gelu(F.linear(x, w) + w[0]),
     "two products": lambda x, w: F.gelu(F.linear(x, w) + F.linear(x, w.t())),
     "a mask": lambda x, w: (F.linear(x, w) + torch.full((16, 16), -9.0).triu(1)).softmax(-1),
