@@ -137,6 +137,5 @@ def _check(example_inputs: Sequence[Any], settings: Settings) -> None:
         raise CannotRewrite("gradients are exchanged between processes")
     if settings.recompute:
         raise CannotRewrite("recompute=True is about a backward that is compiled apart")
-    for x in example_inputs:
-        if is_leaf(x) and any(hooks_on(x)):
-            raise CannotRewrite("a parameter has a hook that reads its gradient")
+    if any(is_leaf(x) and any(hooks_on(x)) for x in example_inputs):
+        raise CannotRewrite("a parameter has a hook that reads its gradient")
