@@ -1,8 +1,8 @@
 """Forward and backward of any model, to be timed: compile FP32, compile + autocast, O1 and O2.
 
-What `small`, `gpt` and `padding` share. The peers are the two ways to train that a user of
-torch.compile has, in FP32 and under autocast(bfloat16); which of them is faster depends on
-the model, and mpcompile should not have to be told: each level is held against the better one.
+What `small` and `gpt` share. The peers are the two ways to train that a user of torch.compile has,
+in FP32 and under autocast(bfloat16); which of them is faster depends on the model, and mpcompile
+should not have to be told: each level is held against the better one.
 """
 
 from __future__ import annotations

@@ -172,7 +172,6 @@ PIECES = (
     _benchmark("real_models", 480),
     # What it measures, the planner uses in the pieces below: it lies in the cache directory.
     runner.Piece("profile", (*_MPCOMPILE, "profile", "--device", "cuda", "--seconds", "100"), 240),
-    _benchmark("padding", 480),
     # It measures: nothing else beside it.
     _tests("tests-costs", 300, "devices/test_gpu_costs", workers=1),
     _benchmark("saved_bytes", 480),

@@ -9,7 +9,7 @@ import pytest
 import torch
 from repository import ROOT
 
-from benchmarks import first_steps, gpt, optimizer_step, padding, serving, small, step_times
+from benchmarks import first_steps, gpt, optimizer_step, serving, small, step_times
 from benchmarks import saved_bytes as cases
 from benchmarks.__main__ import main, registry
 from benchmarks.first_steps.trainings import TINY as TINY_TRAININGS
@@ -188,7 +188,6 @@ def test_a_warm_start_finds_what_the_cold_one_has_left(monkeypatch: pytest.Monke
 
 def test_registry_finds_each_benchmark() -> None:
     assert registry()["gpt"] is gpt
-    assert registry()["padding"] is padding
     beside = {"cuda_parts", "emucuda", "fakecuda", "gpu", "gpu_steps", "harness", "models"}
     assert not beside & registry().keys()
     assert all(callable(module.run) for module in registry().values())
@@ -230,7 +229,7 @@ def test_gpt_tiny(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", "gpt", "--quick", "--out", str(tmp_path)]) == 0
     data = json.loads((tmp_path / "gpt_cpu.json").read_text())
     losses = data["first_loss"]
-    assert losses.keys() == set(gpt.ARMS)
+    assert losses.keys() == {*gpt.ARMS, gpt.UNPADDED}
     assert all(abs(loss - losses[gpt.FP32]) < 0.02 for loss in losses.values())
     assert data["saved_bytes"][gpt.O2] < data["saved_bytes"][gpt.FP32]
     assert "mpcompile O1 over compile FP32" in capsys.readouterr().out
@@ -257,21 +256,6 @@ def test_saved_bytes_tiny(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
         assert full["copies"] == model[cases.STEPPED.name]["copies"] == 0
         assert model[cases.AUTOCAST.name]["copies"] > 0
     assert "mpcompile O2, MPOptimizer, budget 0.5" in capsys.readouterr().out
-
-
-@pytest.mark.slow("a benchmark's own test, which runs it small")
-def test_padding_tiny(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["run", "padding", "--quick", "--out", str(tmp_path)]) == 0
-    data = json.loads((tmp_path / "padding_cpu.json").read_text())
-    for model in data["models"].values():
-        assert set(model["seconds"]) == {*padding.PEERS, *padding.OURS}
-        never = model["losses"][padding.NEVER]
-        assert model["losses"][padding.AUTO] == never
-        assert all(abs(loss - never) < 0.02 * never for loss in model["losses"].values())
-        assert model["shares"][padding.AUTO] == model["before"]
-        assert model["shares"][padding.ALWAYS] == 1
-    assert len(data["verdicts"]) == 2 * len(padding.TINY.models)
-    assert "auto over never" in capsys.readouterr().out
 
 
 @pytest.mark.sweep("runs a benchmark, small")
