@@ -187,7 +187,6 @@ PIECES = (
     _benchmark("planning", 300),
     _benchmark("first_steps", 480),
     _benchmark("overhead", 300),
-    _benchmark("deepbench", 240),
     _benchmark("peers", 480),
     *(_row(number) for number in range(ROWS)),
     _benchmark("papers", 480),
