@@ -28,23 +28,15 @@ _PIECE = 12
 """Models in one process: libraries are imported once for them, memory is given back after them."""
 
 
-def rows_of(
-    report: str,
-    draws: int,
-    few: Collection[str],
-    *,
-    quick: bool,
-    function: str = "benchmarks.zoo.measure:measure",
-) -> list[dict[str, Any]]:
+def rows_of(draws: int, few: Collection[str], *, quick: bool) -> list[dict[str, Any]]:
     """Rows of all models of those libraries that are installed, kept in `benchmarks/scratch/` as
-    they come under the name of a `report`; `quick`: of `few` of them, drawn once.
+    they come; `quick`: of `few` of them, drawn once.
     """
     there = [library for library in LIBRARIES if importlib.util.find_spec(library)]
     names = [f"{library}/{name}" for library in there for name in LIBRARIES[library]]
     if quick:
-        return measure_each([name for name in names if name in few], 1, function=function)
-    kept = SCRATCH / f"{report}_rows.jsonl"
-    return measure_each(names, draws, kept=kept, commit=commit(), function=function)
+        return measure_each([name for name in names if name in few], 1)
+    return measure_each(names, draws, kept=SCRATCH / "zoo_rows.jsonl", commit=commit())
 
 
 def measure_each(

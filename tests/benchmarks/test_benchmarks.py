@@ -18,8 +18,6 @@ from benchmarks.harness.processes import call_elsewhere, calls_elsewhere, starts
 from benchmarks.harness.report import Report, Settings, Table, environment, paragraphs, plain
 from benchmarks.harness.timing import Arm, far_behind, ratio, summarize, take_turns
 from benchmarks.papers.rule import deviations
-from benchmarks.zoo_saved import excess
-from mpcompile.plans.partitioned import Saved
 
 CPU = torch.device("cpu")
 
@@ -199,7 +197,7 @@ def test_list_prints_a_line_each(capsys: pytest.CaptureFixture[str]) -> None:
     assert [line.split()[0] for line in lines] == sorted(registry())
     assert [line.split()[0] for line in lines if line.endswith("(cpu only)")] == [
         "ablations", "cpu_traffic", "gpu_traffic", "second_order", "serving", "step_profile",
-        "verified", "zoo", "zoo_saved",
+        "verified", "zoo",
     ]  # fmt: skip
 
 
@@ -277,16 +275,6 @@ def test_first_steps_tiny(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert list(data["verdicts"].values())[:2] == [True, True]
     assert all(len(first["warm"]) == 1 for first in data["deep"].values())
     assert "What the search costs" in capsys.readouterr().out
-
-
-def test_excess_is_matched_by_size_and_dtype_and_leaves_copies_out() -> None:
-    def saved(op: str, elements: int, dtype: torch.dtype, *, copied: bool = False) -> Saved:
-        return Saved(op, "", (elements,), dtype, elements * dtype.itemsize, copied)
-
-    low, full = torch.bfloat16, torch.float32
-    ours = [saved("mul", 8, full), saved("add", 4, low), saved("cast", 9, low, copied=True)]
-    theirs = [saved("div", 4, low), saved("sub", 2, low), saved("sub", 2, low)]
-    assert excess(ours, theirs) == [(32, "f32", "1 mul"), (-8, "bf16", "2 sub")]
 
 
 @pytest.mark.slow("a benchmark's own test, which runs it small")

@@ -9,9 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import zoo_saved
 from benchmarks.__main__ import main
-from benchmarks.harness.ways import AUTOCAST as PEER
 from benchmarks.zoo import DRAWS, faults, further_off, make_report, ratio_to, timm_models
 from benchmarks.zoo.catalogue import LIBRARIES, measure_each
 from benchmarks.zoo.measure import AUTOCAST, COMPILED, FLOOR, HALF, LEVELS, _dead, floating, measure
@@ -219,37 +217,3 @@ def test_zoo_quick(tmp_path: Path) -> None:
     rows = json.loads((tmp_path / "zoo_cpu.json").read_text())["rows"]
     assert rows[0]["name"] == "transformers/bert"
     assert all("error" in row["arms"][level] for row in rows for level in LEVELS)
-
-
-# -- the bytes that are kept -----------------------------------------------------------------------
-
-
-def test_bytes_are_judged_with_and_without_casts() -> None:
-    def row(o1: int, o2: int) -> dict[str, Any]:
-        sides = {PEER: (100, 40), "O1": (o1, 0), "O2": (o2, 0)}
-        sizes = {way: {"held": held, "casts": casts, "more": [[9, "float32", "1 mm"]]}
-                 for way, (held, casts) in sides.items()}  # fmt: skip
-        return {"name": "timm/made_up", "kind": "mixer", "saved": sizes}
-
-    report = zoo_saved.make_report([row(60, 46), row(75, 54)])
-    assert report.verdicts == {
-        "O1 keeps no more than compile + autocast: 2 of 2": True,
-        "O2 keeps no more than compile + autocast: 2 of 2": True,
-        "O2 keeps at most 0.85x in the median: 0.50x": True,
-        "O1 keeps no more than compile + autocast, without casts: 1 of 2": False,
-        "O2 keeps no more than compile + autocast, without casts: 2 of 2": True,
-        "O2 keeps at most 0.85x in the median, without casts: 0.83x": True,
-    }
-    assert report.tables[-1].rows == [("timm/made_up", "O1: 1.25x", "+0.0 KB float32: 1 mm")]
-
-
-@pytest.mark.slow("a benchmark's own test, which runs it small")
-@third_party
-def test_bytes_of_a_model() -> None:
-    """Its own loss: the low logits, and on a CPU casts of weights, which autocast keeps, too."""
-    if importlib.util.find_spec("transformers") is None:
-        pytest.skip("not installed")
-    row = zoo_saved.saved("transformers/gpt2")
-    ours, theirs = row["saved"]["O1"], row["saved"][PEER]
-    assert 0 < ours["casts"] <= theirs["casts"]
-    assert ours["held"] - ours["casts"] <= 1.01 * (theirs["held"] - theirs["casts"])
