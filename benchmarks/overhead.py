@@ -2,7 +2,7 @@
 
 The peer is what a user of torch would write: torch.compile, autocast, GradScaler and fused AdamW.
 Everything is in FP16, so that both scale the loss; also in BF16, where neither does. Each arm's
-step is forward, loss, backward, step and zero_grad, in one thread.
+step is forward, loss, backward and update (the optimizer's step and zero_grad), in one thread.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from torch import nn
 
 from benchmarks.harness import timing
 from benchmarks.harness.report import Report, Settings, Table, paragraphs, plain, where
+from benchmarks.harness.ways import Way, trainer_for
 from benchmarks.models import GPT2, Sample, Tagger, tokens
-from mpcompile import MPOptimizer, mpcompile
 
-PHASES, WHOLE = ("forward", "backward", "step", "zero_grad"), "the whole step"
+PHASES, WHOLE = ("forward", "backward", "update"), "the whole step"
 PEER = "compile + autocast + GradScaler + fused AdamW"
 PLAIN = "mpcompile O1, fused AdamW"
 O1, O2 = "mpcompile O1, MPOptimizer", "mpcompile O2, MPOptimizer"
@@ -99,8 +99,7 @@ class Arm:
 
     forward: Callable[[], torch.Tensor]
     backward: Callable[[torch.Tensor], None]
-    step: Callable[[], object]
-    zero_grad: Callable[[], None]
+    update: Callable[[], None]
 
     def run(self) -> tuple[float, ...]:
         """One step. Returns the seconds of each phase."""
@@ -110,9 +109,7 @@ class Arm:
         times.append(clock())
         self.backward(loss)
         times.append(clock())
-        self.step()
-        times.append(clock())
-        self.zero_grad()
+        self.update()
         times.append(clock())
         return tuple(end - start for start, end in itertools.pairwise(times))
 
@@ -156,45 +153,30 @@ def run(settings: Settings) -> Report:
 # -- the arms --------------------------------------------------------------------------------------
 
 
-def _arms(model: Small, dtype: torch.dtype, work: Work, device: torch.device) -> dict[str, Arm]:
-    arms = {PEER: _peer(model, dtype, work, device)}
-    return arms | {name: _ours(name, model, dtype, work, device) for name in OURS}
+def _arms(small: Small, dtype: torch.dtype, work: Work, device: torch.device) -> dict[str, Arm]:
+    low = timing.auto_or(dtype, device)
+    ways = (
+        Way(PEER, dtype, compiled=True, fused=True),
+        Way(O1, low, "O1", generated=True),
+        Way(O2, low, "O2", generated=True),
+        Way(PLAIN, low, "O1", fused=True),
+    )
+    return {way.name: _arm(way, small, work, device) for way in ways}
 
 
-def _built(model: Small, device: torch.device) -> tuple[nn.Module, Sequence[torch.Tensor]]:
-    """The model and its batch, the same for each arm."""
-    torch.manual_seed(0)
-    return model.build().to(device), model.draw(device)
-
-
-def _peer(small: Small, dtype: torch.dtype, work: Work, device: torch.device) -> Arm:
-    model, batch = _built(small, device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    scaler = torch.amp.GradScaler(device.type, enabled=dtype is torch.float16)
-    compiled = torch.compile(model, backend=work.emit)
+def _arm(way: Way, small: Small, work: Work, device: torch.device) -> Arm:
+    torch.manual_seed(0)  # the model and its batch are the same for each arm
+    trainer = trainer_for(way, work.emit, device)
+    model = trainer.model(small.build())
+    batch = small.draw(device)
+    adam = functools.partial(torch.optim.AdamW, lr=1e-4)
+    optimizer = trainer.optimizer(adam, [*model.parameters()])
 
     def forward() -> torch.Tensor:
-        with torch.autocast(device.type, dtype=dtype):
-            return small.loss(compiled, *batch)
+        with trainer.forward():
+            return small.loss(model, *batch)
 
-    def backward(loss: torch.Tensor) -> None:
-        scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
-
-    def step() -> None:
-        scaler.step(optimizer)
-        scaler.update()
-
-    return Arm(forward, backward, step, optimizer.zero_grad)
-
-
-def _ours(name: str, small: Small, dtype: torch.dtype, work: Work, device: torch.device) -> Arm:
-    model, batch = _built(small, device)
-    level = "O2" if name == O2 else "O1"
-    mpcompile(model, dtype=timing.auto_or(dtype, device), level=level, emit=work.emit)
-    inner = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=name == PLAIN)
-    optimizer = inner if name == PLAIN else MPOptimizer(inner, emit=work.emit)
-    backward = torch.Tensor.backward
-    return Arm(lambda: small.loss(model, *batch), backward, optimizer.step, optimizer.zero_grad)
+    return Arm(forward, trainer.backward, lambda: trainer.update(optimizer))
 
 
 # -- the clock -------------------------------------------------------------------------------------
