@@ -1,4 +1,4 @@
-"""The optimizer step alone: MPOptimizer against GradScaler with fused and foreach AdamW.
+"""The optimizer step alone: MPOptimizer against GradScaler with fused AdamW.
 
 AdamW over the parameters of a GPT, no model and no backward. What differs is what arrives and what
 has to be left behind:
@@ -18,7 +18,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -45,7 +44,7 @@ def run(settings: Settings) -> Report:
             f"{timing.how_compared(work.rounds)}",
         ],
         tables=[_step_table(seconds), _ratio_table(ratios)],
-        verdicts=dict(_verdicts(ratios, seconds, device)),
+        verdicts=dict(_verdicts(ratios, device)),
         data={
             "work": plain(work),
             "parameters": work.parameters,
@@ -59,7 +58,6 @@ def run(settings: Settings) -> Report:
 # What is compared: the sizes, the situations of ours, and the peers.
 
 RATE = 1e-4
-COMPILED = "torch.compile(AdamW.step), no scaling"
 LOW, CLIPPED = ", low gradients, copies", ", clipped"
 
 
@@ -109,34 +107,27 @@ class Ours:
 
 @dataclasses.dataclass(frozen=True)
 class Peer:
-    """One of the others.
+    """torch's fused AdamW.
 
     Attributes:
-        settings: AdamW's.
-        scaled: under a GradScaler.
         clip: unscale_ and clip_grad_norm_ before the step.
         cast: cast the weights into low copies after it.
-        compile: torch.compile the step.
+        scaled: under a GradScaler.
     """
 
-    name: str
-    settings: dict[str, Any]
-    scaled: bool = True
     clip: bool = False
     cast: bool = False
-    compile: bool = False
+    scaled: bool = True
+
+    @property
+    def name(self) -> str:
+        if not self.scaled:
+            return "fused AdamW, no scaling"
+        return "GradScaler + fused AdamW" + ", copies" * self.cast + CLIPPED * self.clip
 
 
-_FUSED_ON, _FOREACH_ON = {"fused": True}, {"foreach": True}
-PEERS = (
-    Peer("GradScaler + fused AdamW", _FUSED_ON),
-    Peer("GradScaler + foreach AdamW", _FOREACH_ON),
-    Peer("GradScaler + fused AdamW, copies", _FUSED_ON, cast=True),
-    Peer("GradScaler + fused AdamW" + CLIPPED, _FUSED_ON, clip=True),
-    Peer("GradScaler + fused AdamW, copies" + CLIPPED, _FUSED_ON, clip=True, cast=True),
-    Peer(COMPILED, {}, scaled=False, compile=True),
-    Peer("fused AdamW, no scaling", _FUSED_ON, scaled=False),
-)
+ALONE = Peer(scaled=False)
+PEERS = (*(Peer(clip, cast) for clip in (False, True) for cast in (False, True)), ALONE)
 OURS = tuple(Ours(low, clip) for clip in (False, True) for low in (False, True))
 
 
@@ -178,10 +169,7 @@ def ours_optimizer(ours: Ours, work: Work, device: torch.device) -> MPOptimizer:
 def peer_step(peer: Peer, work: Work, device: torch.device) -> Callable[[], object]:
     """One step of a peer: with what comes before and after it, as `Peer` says."""
     parameters = _parameters(work, device)
-    lr = torch.tensor(RATE, device=device) if peer.compile else RATE  # a float is a constant
-    optimizer = torch.optim.AdamW(parameters, lr=lr, **peer.settings)
-    if peer.compile:
-        return torch.compile(optimizer.step, backend=work.emit)
+    optimizer = torch.optim.AdamW(parameters, lr=RATE, fused=True)
     if not peer.scaled:
         return optimizer.step
     scaler = torch.amp.GradScaler(device.type, init_scale=1.0, growth_interval=10**9)
@@ -226,10 +214,9 @@ Ratios = dict[str, dict[str, timing.Ratio]]
 
 
 def _rivals(ours: Ours) -> list[Peer]:
-    """The peers that leave behind what ours does, the scaled first; then those that do less."""
-    fair = [p for p in PEERS if p.scaled and p.clip == ours.clip and p.cast == ours.low]
-    less = [p for p in PEERS if p.scaled and p.clip == ours.clip and ours.low and not p.cast]
-    return [*fair, *less, *(p for p in PEERS if not p.scaled)]
+    """The peer that leaves behind what ours does; then those that do less."""
+    casts = (True, False) if ours.low else (False,)
+    return [*(Peer(ours.clip, cast) for cast in casts), ALONE]
 
 
 def _ratios(seconds: dict[str, list[float]]) -> Ratios:
@@ -254,11 +241,10 @@ def _ratio_table(ratios: Ratios) -> Table:
     return Table("How many times faster", ("", "than", "", "of medians"), rows)
 
 
-def _verdicts(ratios: Ratios, seconds: dict[str, list[float]], device: torch.device) -> Claims:
+def _verdicts(ratios: Ratios, device: torch.device) -> Claims:
     target = OVER_SCALED[device.type]
     for ours in OURS:
-        fair = [p.name for p in _rivals(ours) if p.scaled and p.cast == ours.low]
-        fastest = min(fair, key=lambda name: timing.summarize(seconds[name]).median)
-        times = ratios[ours.name][fastest].paired
-        claim = f"{ours.name} at least {target}x faster than {fastest}: {times:.2f}x"
+        fair, *_ = _rivals(ours)
+        times = ratios[ours.name][fair.name].paired
+        claim = f"{ours.name} at least {target}x faster than {fair.name}: {times:.2f}x"
         yield claim, times >= target
