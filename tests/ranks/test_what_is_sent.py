@@ -54,8 +54,8 @@ def _sends_no_more(rank: int) -> None:
     for engine in (DistributedDataParallel, shard_blocks):
         theirs, mine = (counted(engine, ours=ours) for ours in (False, True))
         assert 0 < mine[0] <= theirs[0], (engine, mine, theirs)
-        # A flag of ours may be of another type than GradScaler's: 16 bytes at most.
-        assert mine[1] <= theirs[1] + 16, (engine, mine, theirs)
+        # What FSDP2's ranks agree on is FP64 in ours, FP32 in a GradScaler: 4 bytes more.
+        assert mine[1] <= theirs[1] + 4, (engine, mine, theirs)
 
 
 @pytest.mark.slow("two processes that train four times")
