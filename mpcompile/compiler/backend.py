@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from torch import fx
+from torch import fx, nn
 
 from ..capture.breaks import why_it_ends
 from ..errors import CannotRewrite, MPCompileError, in_one_line, warn
@@ -24,7 +24,7 @@ from ..plans.graph_plan import O0_ASKED, GraphPlan, plan_of_left
 from ..rules.policy import Level
 from ..runtime import given_up, uncalled
 from ..runtime.outside_products import counted
-from ..scaling import hooks
+from ..scaling import hooks, parameters
 from ..settings import Settings, check_here
 from ..torch_inside.dynamo import traced_code
 from ..torch_inside.names import RestartAnalysis
@@ -52,8 +52,10 @@ def mpcompile_backend(
             "regional=True is for mpcompile(model); torch.compile by this backend shares what it "
             'compiles of a class: call block.compile(backend="mpcompile") for each block'
         )
+    plans: list[GraphPlan] = []
+    run = compile_graph(gm, example_inputs, settings=settings, plans=plans)
     hooks.look_before_steps(given_up.look)
-    return compile_graph(gm, example_inputs, settings=settings, plans=[])
+    return _noting(run, example_inputs, request, plans[0])
 
 
 def compile_graph(
@@ -71,6 +73,27 @@ def compile_graph(
     log_graph(plan, time.perf_counter() - start)
     plans.append(replace(plan, ends_with=why_it_ends(gm)))
     return counted(compiled, plan.tensor_cores.flops)
+
+
+def _noting(
+    run: Callable[..., Any], inputs: Sequence[Any], request: Mapping[str, Any], plan: GraphPlan
+) -> Callable[..., Any]:
+    """Let `compiled_plans` find the plan by the parameters: those that it is compiled of, and of
+    other models, since Dynamo calls this for all modules of a class.
+    """
+    parameters.note_plan(inputs, request, plan)
+    at = next((i for i, x in enumerate(inputs) if isinstance(x, nn.Parameter)), None)
+    if at is None:
+        return run
+    seen = {id(inputs[at])}
+
+    def noted(*args: Any) -> Any:
+        if id(args[at]) not in seen:
+            seen.add(id(args[at]))
+            parameters.note_plan(args, request, plan)
+        return run(*args)
+
+    return noted
 
 
 def _compile_or_fall_back(

@@ -73,6 +73,8 @@ def recorded(model: Any) -> ModelRecord | None:
     if model in records or not isinstance(model, nn.Module):
         own: ModelRecord | None = records.get(model)
         return own
+    if (by_backend := _by_backend(model)) is not None:
+        return by_backend
     inside = [(path, records[m]) for path, m in model.named_modules() if m in records]
     if len(inside) > 1:
         names = ", ".join(path for path, _ in inside)
@@ -81,6 +83,18 @@ def recorded(model: Any) -> ModelRecord | None:
             "ask about one of them"
         )
     return inside[0][1] if inside else None
+
+
+def _by_backend(module: nn.Module) -> ModelRecord | None:
+    """What is known of a module that `torch.compile(backend="mpcompile")` has compiled."""
+    found = parameters.plans_of(module.parameters())
+    if not found:
+        return None
+    request = found[-1][0]
+    scale = parameters.scale_of(module.parameters()) or Settings.parse(request).loss_scale
+    record = ModelRecord(scale or LossScale.default(), request)
+    record.plans += [plan for _, plan in found]
+    return record
 
 
 def settings_like(model: Any, options: Mapping[str, Any]) -> Settings:
@@ -125,7 +139,7 @@ def _record_of(model: Any) -> ModelRecord:
     if model in records:
         record = records[model]
     elif isinstance(model, nn.Module):
-        record = records.get(ddp.called_modules(model)[0])
+        record = _by_backend(model) or records.get(ddp.called_modules(model)[0])
     if record is None:
         hint = ""
         if isinstance(model, nn.Module):

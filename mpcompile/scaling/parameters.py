@@ -29,6 +29,8 @@ class ParamState:
         in_full: whether its gradients must be FP32 and unscaled: a graph reads it in FP32, too, or
             its gradients are averaged over processes.
         scales: the loss scales of the graphs that read it.
+        plans: of each graph that `torch.compile(backend="mpcompile")` compiled of it, the options
+            and the plan.
         names: of its model's parameters, if a graph without a loss scale trains it.
         was_told: whether the user was warned of its training (`runtime/stays_finite.py`).
         has_half_graph: whether a graph trains it in a half dtype (`hooks.py`).
@@ -39,6 +41,7 @@ class ParamState:
     copies: Mapping[torch.dtype, Any] = field(default_factory=dict)
     in_full: bool = False
     scales: tuple[LossScale, ...] = ()
+    plans: tuple[tuple[Mapping[str, Any], Any], ...] = ()
     names: Callable[[], Mapping[int, str]] | None = None
     was_told: bool = False
     has_half_graph: bool = False
@@ -157,6 +160,22 @@ def scales_of(parameter: torch.Tensor) -> tuple[LossScale, ...]:
 def scale_of(parameters: Iterable[torch.Tensor]) -> LossScale | None:
     """A loss scale that graphs over these parameters already use, or None."""
     return next((s for p in parameters for s in scales_of(p)), None)
+
+
+def note_plan(inputs: Iterable[Any], request: Mapping[str, Any], plan: Any) -> None:
+    """Note that a graph was compiled of these inputs by the backend alone, with these options."""
+    for one in inputs:
+        if isinstance(one, torch.nn.Parameter):
+            known = state_of(one).plans
+            if all(plan is not other for _, other in known):
+                note(one, plans=(*known, (request, plan)))
+
+
+def plans_of(parameters: Iterable[torch.Tensor]) -> list[tuple[Mapping[str, Any], Any]]:
+    """The options and the plan of each graph that the backend alone compiled of these parameters,
+    in order.
+    """
+    return list({id(one[1]): one for p in parameters for one in state_of(p).plans}.values())
 
 
 # -- optimizers ------------------------------------------------------------------------------------
