@@ -36,7 +36,7 @@ from ..errors import MPCompileError
 from ..ir.fakes import duplicate
 from ..ir.inputs import GraphInputs
 from ..torch_inside.names import keeps_graph
-from ..torch_inside.tensors import base_of, version
+from ..torch_inside.tensors import base_of, version, whole
 from .loss_scale import LossScale
 from .messages import Seen
 from .overflows import any_nonfinite
@@ -171,7 +171,7 @@ class _Trial:
 
     def fits(self, gradients: Sequence[torch.Tensor | None]) -> bool:
         """Whether none of them overflowed; waits for the device."""
-        return not bool(any_nonfinite([g for g in gradients[:-1] if g is not None]))
+        return not bool(any_nonfinite([whole(g) for g in gradients[:-1] if g is not None]))
 
     def find(self, saved: Saved, grads: Sequence[torch.Tensor | None], *, written: bool) -> Grads:
         """The gradients at the first scale, going down, at which they fit. If an input was written
@@ -187,7 +187,7 @@ class _Trial:
         if written and not fit:
             self.scale.search.give_up()
         elif not fit:
-            received = [g for g in grads if g is not None]
+            received = [whole(g) for g in grads if g is not None]
             given = [self.before.get(i, x) for i, x in enumerate(saved)]
             call = Seen.of(self.inputs.names, given, results, received)
             if call.hopeless:
@@ -281,7 +281,7 @@ def _has_numbers(gradient: torch.Tensor | None) -> bool:
     """Whether some of a gradient is not zero; waits for the device."""
     if gradient is None:
         return False
-    return bool((gradient.coalesce().values() if gradient.is_sparse else gradient).any())
+    return bool((gradient.coalesce().values() if gradient.is_sparse else whole(gradient)).any())
 
 
 def check_two_scales(
@@ -300,6 +300,7 @@ def check_two_scales(
     for i, (one, other) in enumerate(zip(higher, lower, strict=True)):
         if one is None or other is None or one.is_sparse:
             continue
+        one, other = whole(one), whole(other)
         wanted = FACTOR if i in scaled else 1.0
         one, other = _real(one) / wanted, _real(other)
         if _is_multiple(one, other, FACTOR) or _is_multiple(other, one, FACTOR):

@@ -30,7 +30,7 @@ from ..ir.fakes import duplicate
 from ..ir.units import GradFn, between, grad_fns
 from ..torch_inside.inductor import CopiedContext, is_compiled
 from ..torch_inside.names import keeps_graph
-from ..torch_inside.tensors import function_of
+from ..torch_inside.tensors import for_each_sample, function_of
 
 Gradients = tuple[Tensor | None, ...]
 _WRAPPED = "mpcompile_wrapped"  # on a class of AOTAutograd's: its backward is
@@ -42,19 +42,31 @@ def _wrap_backward(function: Any) -> None:
     """
     backward, donated = function.backward, None
 
-    def call(ctx: Any, *gradients: Any) -> Any:
+    def again(ctx: Any, *gradients: Any, kept: bool = False) -> Any:
         nonlocal donated
-        if keeps_graph() and function.compiled_bw is not None:
+        if kept or (keeps_graph() and function.compiled_bw is not None):
             metadata = function.metadata
             found = [i - metadata.num_symints_saved_for_bw for i in metadata.bw_donated_idxs or ()]
             if donated is None:
                 donated = found
             # AOTAutograd raises if it finds any. (Removed last: another thread may look, too.)
-            metadata.bw_donated_idxs = []
-            if donated:
+            if keeps_graph():
+                metadata.bw_donated_idxs = []
+            if donated or kept:
                 ctx = CopiedContext(ctx, donated, duplicate)
         results = backward(ctx, *gradients)
         return _connected(results) or results
+
+    def call(ctx: Any, *gradients: Any) -> Any:
+        # Read in torch 2.13: they come in one list.
+        in_list = len(gradients) == 1 and isinstance(gradients[0], list)
+
+        def sample(*own: Any) -> Any:
+            return again(ctx, *([[*own]] if in_list else own), kept=True)
+
+        # No compiled code takes a batch of gradients, as of `is_grads_batched=True`.
+        batched = for_each_sample(sample, gradients[0] if in_list else gradients)
+        return again(ctx, *gradients) if batched is None else batched
 
     # Disabled for Dynamo, which looks at each frame of a `backward()` within a compiled function.
     function.backward = staticmethod(torch.compiler.disable(call))

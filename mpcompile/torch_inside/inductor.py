@@ -72,6 +72,9 @@ class CopiedContext:
             for number, tensor in enumerate(tensors, first)
         )
 
+    def maybe_clear_saved_tensors(self) -> None:
+        """Keep what is saved: the backward runs once more."""
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self._ctx, name)
 

@@ -79,6 +79,14 @@ with needed_for(Part.OPTIMIZER):
     from torch.optim.optimizer import _global_optimizer_post_hooks as step_post_hooks
     from torch.optim.optimizer import _global_optimizer_pre_hooks as step_pre_hooks
 
+# Gradients that torch's old `vmap` batches: `torch.autograd.grad(is_grads_batched=True)`.
+with needed_for(Part.SAY):
+    from torch import _add_batch_dim as batched
+    from torch import _remove_batch_dim as unbatched
+    from torch._C import _dispatch_keys as dispatch_keys
+    from torch._C import _vmapmode_decrement_nesting as leave_batch
+    from torch._C import _vmapmode_increment_nesting as enter_batch
+
 # -- several processes -----------------------------------------------------------------------------
 
 with needed_for(Part.RANKS):

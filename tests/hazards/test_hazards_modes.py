@@ -68,8 +68,15 @@ def after(mode: Callable[[], Any]) -> Callable[[nn.Module], None]:
     return loop
 
 
-def jacobian(net: nn.Module) -> None:
-    found = torch.autograd.functional.jacobian(net, X)
+def batched(net: nn.Module) -> None:
+    rows = torch.eye(32).reshape(32, 4, 8)
+    found = torch.autograd.grad(net(X), list(net.parameters()), rows, is_grads_batched=True)
+    for p, gradient in zip(net.parameters(), found, strict=True):
+        p.grad = gradient.sum(0)
+
+
+def jacobian(net: nn.Module, *, vectorize: bool) -> None:
+    found = torch.autograd.functional.jacobian(net, X, vectorize=vectorize)
     net[0].weight.grad = found.sum((0, 1, 2)).expand(32, 16).contiguous()
 
 
@@ -151,7 +158,9 @@ LOOPS: dict[str, Callable[[nn.Module], None]] = {
     "anomaly": within(torch.autograd.detect_anomaly),
     "anomaly, a steep loss": within(torch.autograd.detect_anomaly, 3e4),
     "anomaly without its check": within(lambda: torch.autograd.detect_anomaly(check_nan=False)),
-    "a jacobian": jacobian,
+    "a batch of gradients": batched,
+    "a vectorized jacobian": lambda net: jacobian(net, vectorize=True),
+    "a jacobian": lambda net: jacobian(net, vectorize=False),
     "vjp": vjp,
     "hooks on saved tensors": forward_within(
         lambda: graph.saved_tensors_hooks(lambda x: x.clone(), lambda x: x)
