@@ -14,13 +14,11 @@ import torch
 from torch import fx, nn
 from typing_extensions import Unpack
 
-from .capture.provenance import Names, names_in
 from .capture.rebound import check_torch, gradients_of_rebound
 from .compiler.backend import compile_graph
 from .devices.registry import accumulate_in_fp32, is_supported
 from .errors import MPCompileError, did_you_mean, kind_of, warn
 from .lower.emitter import check_how
-from .lower.tracing_settings import VALUE_SIZES
 from .passes.graph.replace_operators import RETURNED
 from .plans.graph_plan import GraphPlan
 from .ranks import ddp
@@ -30,7 +28,6 @@ from .runtime import uncalled
 from .runtime.check_module import check_module, for_weights, matching_no_module
 from .runtime.left_to_python import ProductsCheck
 from .runtime.module_call import ModuleCall, compiled_part, running
-from .runtime.owned_backend import compiled_by
 from .runtime.records import ModelRecord, records
 from .runtime.regions import Regions
 from .runtime.sharded_call import ends_graph
@@ -38,7 +35,9 @@ from .runtime.trainer_steps import compile_steps, has_steps
 from .scaling import hooks
 from .scaling.loss_scale import LossScale
 from .settings import OPTIONS, Emits, LevelWord, Mode, Options, Pads, Settings, documented
-from .torch_inside.modules import read_by_dynamo, set_compiled_call
+from .torch_inside.modules import Names, names_in, read_by_dynamo, set_compiled_call
+from .torch_inside.owned_backend import compiled_by
+from .torch_inside.tracing_settings import VALUE_SIZES
 from .verify.verdicts import say_again
 from .whole_step.train_step import TrainStep, goes_backward
 

@@ -24,7 +24,6 @@ from typing import Any, Literal, TypedDict, TypeVar, get_args
 import torch
 
 from . import rules
-from .capture.provenance import Names
 from .errors import MPCompileError, did_you_mean
 from .lower.emitter import check_inductor
 from .plans import pipeline
@@ -33,6 +32,7 @@ from .rules.op_names import op_exists
 from .rules.other_words import unknown_option
 from .rules.policy import LOW_DTYPES, Level, Policy, parse_dtype, parse_level
 from .scaling.loss_scale import LossScale
+from .torch_inside.modules import Names
 from .torch_inside.private_names import Part, refuse
 from .torch_inside.version import NEWEST, check_torch_version, warn_if_untested
 from .verify.verdicts import Verify

@@ -16,7 +16,7 @@ from torch._dynamo.utils import counters
 from benchmarks.zoo.catalogue import LIBRARIES
 from benchmarks.zoo.making import Entry, Inputs
 from mpcompile import MPCompileWarning, compiled_plans, mpcompile
-from mpcompile.capture.breaks import skipped_since
+from mpcompile.torch_inside.breaks import skipped_since
 
 LOW = torch.float16
 FLOOR = 2.0**-10

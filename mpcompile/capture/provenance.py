@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -33,23 +32,6 @@ def copy_provenance(gm: fx.GraphModule, traced: fx.GraphModule) -> None:
     set_sources(
         traced, {name: known.get(name, ConstantSource(f"mpcompile_{name}")) for name in names}
     )
-
-
-# id of a parameter -> its dotted name in the model. Where that isn't known, `dict`: no names.
-Names = Callable[[], Mapping[int, str]]
-
-
-def names_in(module: torch.nn.Module) -> Names:
-    """The names of a module's parameters, as they are when they are asked for."""
-    there = weakref.ref(module)
-
-    def names() -> Mapping[int, str]:
-        alive = there()
-        if alive is None:  # (a module may have a length, and be false)
-            return {}
-        return {id(p): name for name, p in alive.named_parameters()}
-
-    return names
 
 
 # Dynamo's expression of the module in the entry function of a compiled module (`runtime/`).

@@ -13,11 +13,9 @@ from typing import Any
 
 from torch import fx, nn
 
-from ..capture.breaks import why_it_ends
 from ..errors import CannotRewrite, MPCompileError, in_one_line, warn
 from ..ir.dtypes import half_of
 from ..ir.parameter_updates import is_update
-from ..lower.tracing_settings import or_broken
 from ..planner.target import place_of
 from ..plans.compile_log import log_graph, trace_plan
 from ..plans.graph_plan import O0_ASKED, GraphPlan, plan_of_left
@@ -26,8 +24,10 @@ from ..runtime import given_up, uncalled
 from ..runtime.outside_products import counted
 from ..scaling import hooks, parameters
 from ..settings import Settings, check_here
+from ..torch_inside.breaks import why_it_ends
 from ..torch_inside.dynamo import traced_code
 from ..torch_inside.names import RestartAnalysis
+from ..torch_inside.tracing_settings import or_broken
 from .graph_function import function_of, function_of_left
 from .plan_graph import Facts, Planned, plan_graph
 from .training import training_of

@@ -27,12 +27,12 @@ from ..observe.watch import relative_error
 from ..plans.graph_plan import PlanNode
 from ..rules.policy import Level
 from ..runtime.check_module import check_call, check_module, deep_copy, for_weights
-from ..runtime.owned_backend import nothing_compiled
 from ..runtime.records import pinned_in, recorded, studied
 from ..scaling import parameters
 from ..scaling.messages import Seen, outside
 from ..settings import OPTIONS, Settings
 from ..torch_inside.names import pytree
+from ..torch_inside.owned_backend import nothing_compiled
 from .check_arguments import check_loss_fn, check_optimizer, check_trained
 from .report import NodeNumbers, Report, UpdateErrors
 from .sides import Loss, Run, Sides, low_dtype_of, run_low

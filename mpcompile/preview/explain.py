@@ -24,19 +24,17 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from .. import ir
 from .._version import __version__
 from ..api import matched_nothing
-from ..capture.breaks import users_frame, why_it_ends
-from ..capture.provenance import names_in
-from ..capture.surroundings import around_now, noting_regions
+from ..capture.surroundings import around_now
 from ..compiler.backend import planned_or_why, why_left
 from ..compiler.plan_graph import Facts, Planned
 from ..compiler.training import fp32_parameters, scale_for
+from ..devices.autocast import noting_regions
 from ..devices.cuda import AbsentGPU
 from ..devices.gpus import gpu
 from ..errors import MPCompileError, in_one_line, warn
 from ..ir.fakes import fake_twin
 from ..lower.emitter import emit
 from ..lower.joint import JointPasses, joint_passes
-from ..lower.tracing_settings import settings_for, traced_with
 from ..planner.target import device_of, place_of, target_of
 from ..planner.times import ATTENTION
 from ..plans.graph_plan import GraphPlan, plan_of_left
@@ -47,12 +45,13 @@ from ..runtime.check_module import check_call, check_module
 from ..runtime.half_inputs import widened, widens_inputs
 from ..runtime.left_to_python import looked_into
 from ..runtime.outside_products import aside, counted
-from ..runtime.owned_backend import compiled_apart, nothing_compiled
 from ..runtime.records import pinned_in, settings_like, studied
 from ..scaling import copies, parameters
 from ..scaling.overflows import weakly
 from ..scaling.skipped_steps import Repairs
 from ..settings import OPTIONS, LevelWord, Pads, Settings, documented
+from ..torch_inside.breaks import users_frame, why_it_ends
+from ..torch_inside.modules import names_in
 from ..torch_inside.names import (
     BackendCompilerFailed,
     DataDependentOutputException,
@@ -60,6 +59,8 @@ from ..torch_inside.names import (
     TorchRuntimeError,
     pytree,
 )
+from ..torch_inside.owned_backend import compiled_apart, nothing_compiled
+from ..torch_inside.tracing_settings import settings_for, traced_with
 from .stand_ins import Answers, StandIns, no_trace
 
 # A program without values can't tell what such a call returns, or of which size.

@@ -22,9 +22,9 @@ from torch.overrides import TorchFunctionMode
 from ..errors import MPCompileError
 from ..ir import aten
 from ..runtime.check_module import deep_copy
-from ..runtime.owned_backend import nothing_happened
 from ..torch_inside.dynamo import BesideDynamo
 from ..torch_inside.names import FakeTensorMode, TracingContext, cached_backends, counters
+from ..torch_inside.owned_backend import nothing_happened
 
 _CPU = torch.device("cpu")
 _ENDLESS, _BRANCHES = 20, 16

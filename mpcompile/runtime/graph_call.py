@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..capture.provenance import Names
 from ..errors import MPCompileError
 from ..ir.inputs import GraphInputs
 from ..scaling import agreement, fit_scale, guard
@@ -23,6 +22,7 @@ from ..scaling.kept_copies import KeptCopies
 from ..scaling.loss_scale import LossScale
 from ..scaling.parameters import Derived, is_trained, own_again
 from ..torch_inside.distributed import active_ddp
+from ..torch_inside.modules import Names
 from ..torch_inside.tensors import mark_of, version
 from .repair import NotedCall, Repairable, repair
 from .stays_finite import watching

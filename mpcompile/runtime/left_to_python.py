@@ -33,8 +33,8 @@ from ..plans.graph_plan import GraphPlan
 from ..plans.model_plan import ENOUGH
 from ..plans.plan_text import shortened
 from ..torch_inside.modules import compiled_call, plain_call, set_compiled_call
+from ..torch_inside.owned_backend import entry
 from .outside_products import Outside
-from .owned_backend import entry
 
 CompilePart = Callable[[nn.Module], Callable[..., Any]]
 

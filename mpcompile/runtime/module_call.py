@@ -4,10 +4,10 @@ doesn't do.
 * Dynamo skips frames of torch's own files, so `nn.Sequential(...).compile()` would compile nothing,
   and it counts recompiles per code object, which all instances of a class share. So each module
   gets an entry function (`owned_backend.py`), with a code object of its own.
-* Recurrent layers break the graph unless that is prevented (`lower/tracing_settings.py`).
+* Recurrent layers break the graph unless that is prevented (`torch_inside/tracing_settings.py`).
 * Half inputs to FP32 layers fail before a backend sees them. They are widened, which is exact; the
   first LOW op narrows them again (`half_inputs.py`).
-* Someone may replace the module's forward by one under autocast: refused (`scaling/foreign.py`).
+* Someone may replace the module's forward by one under autocast: refused (`devices/autocast.py`).
 * Dynamo guards neither on the module's own hooks nor on which optimizer holds its parameters. So
   the module is compiled again when its hooks change, and when an `MPOptimizer` takes over
   parameters of an O2 model.
@@ -27,11 +27,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..capture.surroundings import noting_regions
+from ..devices.autocast import noting_regions, refuse_autocast_forward, without_autocast
 from ..errors import MPCompileError
-from ..lower.tracing_settings import is_inlined, settings_for, traced_with
 from ..ranks import fsdp
-from ..scaling import foreign, parameters
+from ..scaling import parameters
 from ..scaling.kept_copies import follow_grad_mode
 from ..torch_inside.modules import (
     buffers_of,
@@ -41,12 +40,13 @@ from ..torch_inside.modules import (
     set_compiled_call,
 )
 from ..torch_inside.names import BackendCompilerFailed, autocast_is_on, torchscript_trace
+from ..torch_inside.owned_backend import compiled_by, entry, shared_entry
 from ..torch_inside.tensors import mark_on, version
+from ..torch_inside.tracing_settings import is_inlined, settings_for, traced_with
 from . import given_up, uncalled
 from .half_inputs import refuse_written, widened, widens_inputs
 from .left_to_python import ProductsCheck, enter_by_itself
 from .outside_products import aside
-from .owned_backend import compiled_by, entry, shared_entry
 from .regions import Regions, hooks_of
 from .sharded_call import between_hooks, ends_graph, own_forward, parts_of
 
@@ -71,7 +71,7 @@ def running(
 
     def untraced(*args: Any, **kwargs: Any) -> Any:
         try:
-            with foreign.without_autocast() if autocast_is_on() else _AS_IT_IS:
+            with without_autocast() if autocast_is_on() else _AS_IT_IS:
                 if looking is not None and looking.due:
                     result = looking.at(inner, args, kwargs)
                 else:
@@ -266,7 +266,7 @@ class ModuleCall:
     def _look_at_forward(self) -> None:
         forward = vars(self._module).get("forward")  # that someone has set on this very module
         if forward is not self._forward:
-            foreign.refuse_autocast_forward(self._module)
+            refuse_autocast_forward(self._module)
             self._forward = forward
 
 

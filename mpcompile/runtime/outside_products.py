@@ -23,8 +23,8 @@ from torch.optim import Optimizer
 from torch.utils.checkpoint import CheckpointFunction
 from torch.utils.flop_counter import flop_registry
 
-from ..capture.breaks import skipped_since, skips
 from ..ir import hint, tensors_of
+from ..torch_inside.breaks import skipped_since, skips
 from ..torch_inside.names import TorchDispatchMode, current_mode, current_node
 
 _WIDE = (torch.float32, torch.float64)

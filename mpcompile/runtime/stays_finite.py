@@ -30,13 +30,13 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from ..capture.provenance import Names
 from ..devices.registry import is_real
 from ..errors import warn
 from ..ranks import fsdp
 from ..ranks.shards import local
 from ..scaling import hooks, parameters
 from ..scaling.async_read import AsyncRead
+from ..torch_inside.modules import Names
 from ..torch_inside.names import FakeTensor
 from ..torch_inside.tensors import sparse_values
 

@@ -30,8 +30,8 @@ import torch
 from torch import nn
 
 from ..errors import MPCompileError, warn
-from ..lower.tracing_settings import is_inlined
 from ..torch_inside.modules import COMPILED_CALL, compiled_call, plain_call, set_compiled_call
+from ..torch_inside.tracing_settings import is_inlined
 
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 

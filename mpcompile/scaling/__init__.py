@@ -5,7 +5,6 @@
     copies.py            the working copies, in the low dtype, that O2's graphs read
     kept_copies.py       the copies that a model keeps while it evaluates
     low_gradients.py     how the gradients of such copies are stored, and hidden from Dynamo
-    foreign.py           notices someone else's loss scale or autocast
     loss_scale.py        `LossScale`: what a user configures, reads and saves; it consists of
       live_scale.py        its current values, when they move, and the log of that
       overflows.py         the count of backward passes that overflowed

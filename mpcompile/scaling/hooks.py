@@ -2,7 +2,8 @@
 
 They cost one look-up while no loss scale exists. While one does, a plain optimizer's step costs one
 host synchronisation, as GradScaler's does. An MPOptimizer's step checks on the device; these hooks
-skip it. Of a step's arguments they know the closure alone, and hand on all others.
+skip it. Of a step's arguments they know the closure alone, and hand on all others. A GradScaler
+that steps an optimizer of scaled parameters is warned of: nobody is to get two loss scales.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Iterable
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -27,12 +29,13 @@ from ..errors import warn
 from ..ir.dtypes import HALF
 from ..ranks.zero import is_zero, partition_of
 from ..torch_inside.optimizers import global_hooks, has_hooks
-from . import agreement, foreign, guard, parameters
+from . import agreement, guard, parameters
 
 _CLOSURE = "closure"
 # What torch puts around each step; it calls the hooks, and then its `func`.
 _HOOKED_STEP = Optimizer.profile_hook_step(Optimizer.step).__code__
 
+_SCALERS_STEP = torch.amp.GradScaler.step.__code__
 
 _beside: list[Callable[[Optimizer], None]] = []
 
@@ -62,7 +65,7 @@ def _before_step(
     for look in _beside:
         look(optimizer)
     if guard.is_needed():
-        foreign.look_for_scaler(optimizer)
+        _look_for_scaler(optimizer)
     agreement.before_step(optimizer)
     _look_for_masters(optimizer)
     by_itself = parameters.of_optimizer(optimizer).skips_by_itself
@@ -140,7 +143,7 @@ def _called_step(optimizer: Optimizer) -> Any:
     """The function that the step is: that of the optimizer's class or, called by it, of a base,
     which may take other arguments.
     """
-    frame = foreign.frame_of(_HOOKED_STEP)
+    frame = _frame_of(_HOOKED_STEP)
     return type(optimizer).step if frame is None else frame.f_locals["func"]
 
 
@@ -195,6 +198,37 @@ def _look_for_masters(optimizer: Optimizer) -> None:
             f"weight is lost. Use MPOptimizer({name}(...)), which keeps masters, or call "
             "model.float() before"
         )
+
+
+def _look_for_scaler(optimizer: Optimizer) -> None:
+    """Warn if a GradScaler is stepping this optimizer, whose gradients a loss scale of ours scales.
+    Looks at the first step at which they are scaled.
+    """
+    state = parameters.of_optimizer(optimizer)
+    if state.looked_for_scaler:
+        return
+    held = parameters.parameters_of(optimizer)
+    if not any(scale.active for p in held for scale in parameters.scales_of(p)):
+        return
+    state.looked_for_scaler = True
+    # Optimizers aren't told: only a fused one gets the scaler's tensors.
+    frame = _frame_of(_SCALERS_STEP)
+    scaler: Any = None if frame is None else frame.f_locals.get("self")
+    if scaler is not None and scaler.is_enabled():
+        warn(
+            f"a GradScaler steps {type(optimizer).__name__}, whose gradients mpcompile scales, "
+            "unscales and checks: two loss scales, and an overflow skips a step under each. Leave "
+            "the GradScaler out: loss.backward(), optimizer.step(). Or leave scaling to it: "
+            'mpcompile(..., loss_scale="none")'
+        )
+
+
+def _frame_of(code: CodeType) -> FrameType | None:
+    """The innermost call of this code that is running, or None."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not code:
+        frame = frame.f_back
+    return frame
 
 
 def has_others(optimizer: Optimizer) -> bool:

@@ -23,8 +23,9 @@ from typing import Any
 
 import torch
 
-from ..torch_inside.dynamo import call_back, safe_grad_as
+from ..torch_inside.dynamo import safe_grad_as
 from ..torch_inside.names import copy_all, multiply_all, will_run
+from ..torch_inside.tracing_settings import call_back
 
 
 def expect(master: torch.Tensor, *, low: bool) -> None:
@@ -72,13 +73,7 @@ def hide_low_gradients(of: type[torch.Tensor]) -> None:
     the next compile on.
     """
     _hidden.add(of)
-    listen_again()
-
-
-def listen_again() -> None:
-    """Do so still after a reset of Dynamo's, which forgets it."""
-    if _hidden:
-        call_back(_begin, _end)
+    call_back(_begin, _end)
 
 
 # Disabled for Dynamo, which looks at each frame of a `backward()` within a compiled function. It

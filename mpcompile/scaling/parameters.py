@@ -189,7 +189,7 @@ class OptimizerState:
         poisoned: it holds, and has skipped for, a gradient that overflowed in a graph that reads
             none of its parameters.
         scales: those of the parameters that it held at its last step.
-        looked_for_scaler: a step at which its gradients were scaled was looked at (`foreign.py`).
+        looked_for_scaler: a step at which its gradients were scaled was looked at (`hooks.py`).
         looked_for_gradient: its first step was looked at (`hooks.py`).
         looked_for_masters: the count of `changes` at which a step was looked at for FP32 masters
             (`hooks.py`); past all counts once something was said.

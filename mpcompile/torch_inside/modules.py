@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -63,3 +64,20 @@ def buffers_of(module: nn.Module) -> dict[str, Any]:
 def unwrapped(model: Any) -> Any:
     """The module in what `torch.compile(module)` returned; else the model itself."""
     return getattr(model, "_orig_mod", model)
+
+
+# id of a parameter -> its dotted name in the model. Where that isn't known, `dict`: no names.
+Names = Callable[[], Mapping[int, str]]
+
+
+def names_in(module: nn.Module) -> Names:
+    """The names of a module's parameters, as they are when they are asked for."""
+    there = weakref.ref(module)
+
+    def names() -> Mapping[int, str]:
+        alive = there()
+        if alive is None:  # (a module may have a length, and be false)
+            return {}
+        return {id(p): name for name, p in alive.named_parameters()}
+
+    return names

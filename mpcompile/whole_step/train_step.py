@@ -19,18 +19,18 @@ from typing import Any
 
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ..capture.breaks import users_frame
 from ..capture.rebound import gradients_of_rebound
 from ..errors import CannotRewrite, MPCompileError, in_one_line, warn
-from ..lower.tracing_settings import wait_for_others, were_set
 from ..optim.eager import op_by_op
 from ..optim.shadow import StateAppeared
 from ..plans.graph_plan import GraphPlan
 from ..runtime.module_call import running
-from ..runtime.owned_backend import compiled_by, with_own_code
 from ..settings import Settings
+from ..torch_inside.breaks import users_frame
 from ..torch_inside.names import BackendCompilerFailed, FailOnRecompileLimitHit, reset_code
+from ..torch_inside.owned_backend import compiled_by, with_own_code
 from ..torch_inside.private_names import Part, why_off
+from ..torch_inside.tracing_settings import wait_for_others, were_set
 from .call import NotThisTime, Outdated
 from .tracing import traceable_optimizers
 from .whole_backend import ON_VALUES, WholeBackend

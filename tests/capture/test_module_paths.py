@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from mpcompile import Policy, compiled_plans, diagnose, explain, mpcompile
 from mpcompile.compiler import graph_function
-from mpcompile.lower import tracing_settings
+from mpcompile.torch_inside import tracing_settings
 
 # -- module paths ----------------------------------------------------------------------------------
 

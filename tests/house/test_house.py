@@ -58,7 +58,7 @@ BROAD = {
     "mpcompile/compiler/backend.py": (2, "a graph that can't be rewritten stays in FP32"),
     "mpcompile/runtime/check_module.py": (1, "a user's model may fail to copy by anything"),
     "mpcompile/cli/machine.py": (1, "a compiler, or another torch, may raise anything"),
-    "mpcompile/lower/tracing_settings.py": (1, "Inductor may fail by anything on such sizes"),
+    "mpcompile/torch_inside/tracing_settings.py": (1, "Inductor may fail by anything there"),
     "mpcompile/optim/trace.py": (1, "a user's optimizer may fail to trace by anything"),
     "mpcompile/preview/explain.py": (1, "a user's model may raise anything"),
     "mpcompile/preview/factory.py": (2, "a user's file and factory may raise anything"),

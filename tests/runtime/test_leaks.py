@@ -14,8 +14,8 @@ from torch import fx, nn
 from mpcompile import MPOptimizer, loss_scale_of, mpcompile
 from mpcompile.optim.step import CompiledStep
 from mpcompile.plans.graph_plan import GraphPlan
-from mpcompile.runtime.owned_backend import compiled_by, drop_unused, with_own_code
 from mpcompile.scaling.loss_scale import LossScale
+from mpcompile.torch_inside.owned_backend import compiled_by, drop_unused, with_own_code
 
 pytestmark = [pytest.mark.slow("trains, drops it, and looks at what is left"), pytest.mark.inside]
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch._dynamo.callback import CallbackTrigger, callback_handler
 
 from mpcompile import MPOptimizer, compiled_plans, loss_scale_of, mpcompile
-from mpcompile.lower import tracing_settings
+from mpcompile.torch_inside import tracing_settings
 
 pytestmark = pytest.mark.inside
 

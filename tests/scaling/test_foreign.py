@@ -13,14 +13,14 @@ from module_of import module_of
 from torch import nn
 
 from mpcompile import MPCompileError, MPCompileWarning, MPOptimizer, compiled_plans, mpcompile
-from mpcompile.scaling import foreign
+from mpcompile.devices import autocast
 
 
 @pytest.fixture(autouse=True)
 def nothing_said() -> Iterator[None]:
-    foreign.say_autocast.cache_clear()
+    autocast.say_autocast.cache_clear()
     yield
-    foreign.say_autocast.cache_clear()
+    autocast.say_autocast.cache_clear()
 
 
 def compiled(**options: Any) -> nn.Module:

@@ -12,7 +12,7 @@ from torch import nn
 from whole_steps import traces
 
 from mpcompile import MPOptimizer, Policy, mpcompile
-from mpcompile.scaling import foreign
+from mpcompile.devices import autocast
 
 Step = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 BF16 = torch.bfloat16
@@ -105,7 +105,7 @@ def test_a_region_changes_no_dtype_that_was_planned(
     name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING, "mpcompile")
-    foreign.say_autocast.cache_clear()  # it is said once in a process
+    autocast.say_autocast.cache_clear()  # it is said once in a process
     mixed = _compiled("without", FIRST_FP32)
     low, full = (_compiled("without", Policy(modules=pin)) for pin in ({}, {".*": "fp32"}))
     # What the policy pins shows in the result, so that equal results say something.

@@ -1,14 +1,18 @@
-"""Someone else's mixed precision around a compiled model: a GradScaler, or autocast.
+"""Someone else's autocast around a compiled model, and the model's own.
 
-A framework brings them along when it is told to train in FP16 or BF16. Nobody is to get two loss
-scales, or dtypes chosen twice, without a word:
+A framework brings it along when it is told to train in FP16 or BF16. Nobody is to get dtypes chosen
+twice without a word. (Of a GradScaler, which it may bring as well, `scaling/hooks.py` warns.)
 
-* A GradScaler that steps an optimizer of scaled parameters: a warning at the first such step.
 * A `forward` that was replaced, on the module, by one under autocast: refused. The region would
   cover the whole program, and what a program says about its dtypes counts more than our plan.
 * Autocast around the call: off inside of it, and said once. So the program that is compiled is the
   one without it, and so are the dtypes of its results. A `torch.compile(backend="mpcompile")` is
   traced before we are called; there it is off inside the graph, and results have its dtype.
+
+Torch counts how deep regions are nested. Those that are deeper than the compiled call are the
+model's own; those of its caller change nothing. Two things this can't tell. The count knows no
+device, so a region for another one than the graph's counts as well. And Dynamo doesn't guard on
+it: a function that runs in such a region and elsewhere keeps the graphs that it got first.
 """
 
 from __future__ import annotations
@@ -16,52 +20,17 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import sys
-from types import CodeType, FrameType
+import threading
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
 from .. import logs
-from ..devices import registry
-from ..errors import MPCompileError, warn
+from ..errors import MPCompileError
 from ..torch_inside.tensors import is_enabled
-from . import parameters
-
-_SCALERS_STEP = torch.amp.GradScaler.step.__code__
-
-
-def look_for_scaler(optimizer: Optimizer) -> None:
-    """Warn if a GradScaler is stepping this optimizer, whose gradients a loss scale of ours scales.
-    Looks at the first step at which they are scaled.
-    """
-    state = parameters.of_optimizer(optimizer)
-    if state.looked_for_scaler:
-        return
-    held = parameters.parameters_of(optimizer)
-    if not any(scale.active for p in held for scale in parameters.scales_of(p)):
-        return
-    state.looked_for_scaler = True
-    # Optimizers aren't told: only a fused one gets the scaler's tensors.
-    frame = frame_of(_SCALERS_STEP)
-    scaler: Any = None if frame is None else frame.f_locals.get("self")
-    if scaler is not None and scaler.is_enabled():
-        warn(
-            f"a GradScaler steps {type(optimizer).__name__}, whose gradients mpcompile scales, "
-            "unscales and checks: two loss scales, and an overflow skips a step under each. Leave "
-            "the GradScaler out: loss.backward(), optimizer.step(). Or leave scaling to it: "
-            'mpcompile(..., loss_scale="none")'
-        )
-
-
-def frame_of(code: CodeType) -> FrameType | None:
-    """The innermost call of this code that is running, or None."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code is not code:
-        frame = frame.f_back
-    return frame
+from . import registry
 
 
 def refuse_autocast_forward(module: nn.Module) -> None:
@@ -102,3 +71,45 @@ def say_autocast(dtype: torch.dtype | None) -> None:
         "it; leave it out, or keep it for what else runs under it"
     )
     logs.event("compile", logging.WARNING, "autocast", text, dtype=str(dtype))
+
+
+# -- the model's own autocast ----------------------------------------------------------------------
+
+
+class _RegionThread(threading.local):
+    outside: int | None = None  # regions around the compiled call that this thread is in
+
+
+_thread = _RegionThread()
+
+
+def noting_regions(compiled: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a compiled function, so that the regions around its call are known in it."""
+
+    @functools.wraps(compiled)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling():  # a compiled function inlines this one
+            return compiled(*args, **kwargs)
+        before, _thread.outside = _thread.outside, _depth()
+        try:
+            return compiled(*args, **kwargs)
+        finally:
+            _thread.outside = before
+
+    return call
+
+
+def region_around(devices: Iterable[str]) -> tuple[bool, torch.dtype | None] | None:
+    """(enabled, dtype) of the model's innermost region around what Dynamo compiles now, or None."""
+    if _thread.outside is None or _depth() <= _thread.outside:
+        return None
+    for device in sorted(devices):
+        if torch.is_autocast_enabled(device):
+            return True, torch.get_autocast_dtype(device)
+    return False, None
+
+
+def _depth() -> int:
+    torch.autocast_increment_nesting()
+    depth: int = torch.autocast_decrement_nesting()
+    return depth

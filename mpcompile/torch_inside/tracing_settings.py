@@ -40,11 +40,10 @@ from torch import fx, nn
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from ..errors import MPCompileError
-from ..scaling import low_gradients
-from ..torch_inside import dynamo, names
-from ..torch_inside.names import CallbackArgs, RestartAnalysis, dynamo_config, pytree
-from ..torch_inside.private_names import MissingInTorch
-from ..torch_inside.replace import applied
+from . import dynamo, names
+from .names import CallbackArgs, RestartAnalysis, dynamo_config, pytree
+from .private_names import MissingInTorch
+from .replace import applied
 
 VALUE_SIZES = {"capture_dynamic_output_shape_ops": True}
 
@@ -138,9 +137,17 @@ def _left_out() -> set[Callable[..., Any]]:
     return {*dynamo_config.ignore_logger_methods, *([once] if once is not None else [])}
 
 
+def call_back(begin: Callable[[Any], None], end: Callable[[Any], None]) -> None:
+    """As `dynamo.call_back`, but a reset of Dynamo's forgets it for no longer than until the next
+    call of what we have compiled.
+    """
+    _callbacks[begin] = end
+    _listen()
+
+
 def _listen() -> None:
-    dynamo.call_back(_begin, _end)
-    low_gradients.listen_again()
+    for begin, end in list(_callbacks.items()):
+        dynamo.call_back(begin, end)
 
 
 def were_set() -> bool:
@@ -200,6 +207,9 @@ def _end(_: CallbackArgs) -> None:
     _close()
     while _notes:
         _notes.pop().clear()
+
+
+_callbacks = {_begin: _end}
 
 
 def _enter() -> None:

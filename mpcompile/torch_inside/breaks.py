@@ -10,7 +10,7 @@ from traceback import FrameSummary
 import torch
 from torch import fx
 
-from ..torch_inside.names import counters
+from .names import counters
 
 _NOT_THEIRS = (Path(torch.__file__).parent, Path(__file__).parents[1])
 

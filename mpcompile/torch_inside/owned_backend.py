@@ -25,10 +25,10 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..errors import MPCompileError
-from ..lower.tracing_settings import check_set, take_back
-from ..torch_inside.dynamo import drop_compiled, traced_code
-from ..torch_inside.modules import plain_call
-from ..torch_inside.names import cache_entries, compile_lock, dynamo_config, get_code_state
+from .dynamo import drop_compiled, traced_code
+from .modules import plain_call
+from .names import cache_entries, compile_lock, dynamo_config, get_code_state
+from .tracing_settings import check_set, take_back
 
 # Dynamo compiles a function 8 times, unless it is told another limit. Training, evaluation and
 # inference mode, each in fixed and in changing sizes, are six of these; each block that is
