@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar, overload
@@ -17,24 +17,27 @@ from typing_extensions import Unpack
 from .capture.rebound import check_torch, gradients_of_rebound
 from .compiler.backend import compile_graph
 from .devices.registry import accumulate_in_fp32, is_supported
-from .errors import MPCompileError, did_you_mean, kind_of, warn
-from .lower.emitter import check_how
-from .passes.graph.replace_operators import RETURNED
+from .errors import MPCompileError, kind_of, warn
 from .plans.graph_plan import GraphPlan
-from .ranks import ddp
 from .rules.other_words import unknown_option
 from .rules.policy import Level, Policy, around
-from .runtime import uncalled
-from .runtime.check_module import check_module, for_weights, matching_no_module
+from .runtime.check_module import (
+    called_modules,
+    check_module,
+    for_weights,
+    matched_nothing,
+    matching_no_module,
+)  # fmt: skip
 from .runtime.left_to_python import ProductsCheck
 from .runtime.module_call import ModuleCall, compiled_part, running
 from .runtime.records import ModelRecord, records
 from .runtime.regions import Regions
 from .runtime.sharded_call import ends_graph
 from .runtime.trainer_steps import compile_steps, has_steps
-from .scaling import hooks
+from .scaling import hooks, uncalled
 from .scaling.loss_scale import LossScale
 from .settings import OPTIONS, Emits, LevelWord, Mode, Options, Pads, Settings, documented
+from .torch_inside.inductor import check_how
 from .torch_inside.modules import Names, names_in, read_by_dynamo, set_compiled_call
 from .torch_inside.owned_backend import compiled_by
 from .torch_inside.tracing_settings import VALUE_SIZES
@@ -154,7 +157,7 @@ def _compiled(
         settings = for_weights(settings, model)
         request = {**request, "dtype": settings.dtype or "auto"}
         check_module(model, settings)
-        first, *others = ddp.called_modules(model)
+        first, *others = called_modules(model)
         names = names_in(first)
     # Each call gets a scale of its own: Dynamo then keeps the compiled code of two models apart.
     scale = settings.loss_scale or LossScale.default()
@@ -220,17 +223,17 @@ def _compiled_function(
     def in_pieces(one: Callable[..., Any], by_operator: bool = False) -> Callable[..., Any]:
         own = replace(settings, emit="eager", mode=None) if by_operator else settings
         backend = functools.partial(compile_graph, settings=own, plans=record.plans)
-        compiled = compiled_by(backend, one, **compile_kwargs)
-        looking = None
-        if looking_for is not None and not by_operator:
-            looking = looking_for(function, called=called)
-        return running(
-            compiled, one, gradients_of_rebound, looking=looking, allow_rnn=True, **VALUE_SIZES
-        )
+        looking = looking_for(function, called=called) if looking_for and not by_operator else None
+        return by(compile_kwargs, backend, one, looking=looking, **VALUE_SIZES)
+
+    def by(kwargs: Any, backend: Any, one: Any, *also: Any, **how: Any) -> Callable[..., Any]:
+        compiled = compiled_by(backend, one, **kwargs)
+        return running(compiled, one, *also, gradients_of_rebound, allow_rnn=True, **how)
 
     if not goes_backward(function):
         return in_pieces(function)
-    return TrainStep(function, in_pieces, settings, compile_kwargs, record.plans, called, remake)
+    as_one = functools.partial(by, {**compile_kwargs, "fullgraph": True})
+    return TrainStep(function, in_pieces, as_one, settings, record.plans, called, remake)
 
 
 def _check_torch_compile(kwargs: Mapping[str, Any]) -> None:
@@ -294,27 +297,3 @@ def _after_call_of_function(
     wrong = matching_no_module(settings, name, paths) if paths else ()
     for complaint in (*wrong, *matched_nothing(settings, plans)):
         warn(f"mpcompile: {name}: {complaint}")
-
-
-def matched_nothing(settings: Settings, plans: Sequence[GraphPlan]) -> list[str]:
-    """The requests (nodes of the policy, `fuse_head`) that applied to no graph of the first
-    training forward, as one message each.
-    """
-    plans = [plan for plan in plans if plan.left is None]
-    nodes = [node for plan in plans for node in plan.nodes]
-    names = {node.name for node in nodes}
-    complaints = [
-        f"Policy(nodes=...): no node {name!r}{did_you_mean(name, names)}"
-        for name in sorted(settings.policy.nodes.keys() - names)
-    ]
-    if settings.fuse_head and not any("cross_entropy" in node.op for node in nodes):
-        complaints.append(
-            "fuse_head=True, but there is no cross_entropy in what was compiled: compute the loss "
-            "in the model's forward, or compile the function that computes it"
-        )
-    elif settings.fuse_head and any(RETURNED in node.reason for node in nodes):
-        complaints.append(
-            f"fuse_head=True, but a head isn't fused: {RETURNED}. Compile a function that returns "
-            "the loss alone: `mpcompile(lambda **batch: model(**batch).loss, fuse_head=True)`"
-        )
-    return complaints if plans else []

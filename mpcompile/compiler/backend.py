@@ -20,9 +20,9 @@ from ..planner.target import place_of
 from ..plans.compile_log import log_graph, trace_plan
 from ..plans.graph_plan import O0_ASKED, GraphPlan, plan_of_left
 from ..rules.policy import Level
-from ..runtime import given_up, uncalled
+from ..runtime import given_up
 from ..runtime.outside_products import counted
-from ..scaling import hooks, parameters
+from ..scaling import hooks, parameters, uncalled
 from ..settings import Settings, check_here
 from ..torch_inside.breaks import why_it_ends
 from ..torch_inside.dynamo import traced_code

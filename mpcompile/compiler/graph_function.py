@@ -25,13 +25,13 @@ from ..plans import pipeline
 from ..plans.compile_log import say_nothing_runs_low, say_products_stay
 from ..plans.pipeline import Planned
 from ..rules.policy import Target
-from ..runtime.graph_call import Emitted, constants_of, wrapped
-from ..runtime.repair import Repairable
 from ..scaling import agreement, copies, fit_scale
 from ..scaling.loss_scale import LossScale
 from ..settings import Settings
 from ..torch_inside.dynamo import traced_code
 from ..verify.verdicts import Verify
+from .graph_call import Emitted, constants_of, wrapped
+from .repair import Repairable
 from .training import Training
 
 Function = Callable[..., Any]

@@ -17,9 +17,9 @@ from ..ir.dtypes import half_of
 from ..planner.target import device_of, target_of
 from ..rules.policy import Level
 from ..runtime.check_module import is_trained_fp16, refuse_fp16
-from ..runtime.graph_call import is_leaf
 from ..scaling import copies, kept_copies, parameters
 from ..scaling.loss_scale import LossScale
+from ..scaling.parameters import is_leaf
 from ..settings import Settings
 from .plan_graph import Facts, Planned
 

@@ -19,7 +19,6 @@ from torch import fx, nn
 from torch.export import ExportedProgram
 
 from .. import ir
-from ..api import matched_nothing
 from ..capture.surroundings import Around
 from ..compiler.backend import planned_or_why
 from ..compiler.plan_graph import Facts, Planned
@@ -28,7 +27,7 @@ from ..errors import MPCompileError, warn
 from ..ir import aten
 from ..planner.target import place_of, target_of
 from ..rules.policy import Level, Policy
-from ..runtime.check_module import check_call, check_module, deep_copy
+from ..runtime.check_module import check_call, check_module, deep_copy, matched_nothing
 from ..runtime.records import settings_like, studied
 from ..settings import Settings
 from ..torch_inside.names import FakeTensor, TracingContext, tracing

@@ -1,5 +1,5 @@
-"""The vocabulary of a generated optimizer step: its inputs (`Slot`), its settings, and its graph:
-which input is which slot, what it writes, how it is traced.
+"""The vocabulary of a generated optimizer step: its inputs (`Slot`), and its graph: which input is
+which slot, what it writes, how it is traced.
 
 A graph of a step has no outputs. Its inputs are the tensors it reads and writes, each named by a
 `Slot`; its effect is the set of its `copy_` nodes. There are two kinds: one decides (whether to
@@ -10,20 +10,17 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 
-from ..ranks.shards import Connected
 from ..torch_inside.graphs import rename
 from ..torch_inside.names import FakeTensor, autocast_off
 from .edit import cut
 from .marks import Role, added, set_mark
-from .scale import ScaleRule
 from .values import aten
 
 
@@ -84,46 +81,6 @@ class CopyLayout:
     dtype: torch.dtype
     strides: tuple[int, ...]
     leads: bool = False
-
-
-@dataclass(frozen=True)
-class StepConfig:
-    """The settings of one step, as its graphs are made for them.
-
-    Attributes:
-        gradients: one for each parameter of the step.
-        copies: for each parameter the layout of its low copy, or None.
-        checked: whether a gradient that is not finite skips the step.
-        scales: the loss scales that the gradients depend on.
-        max_grad_norm: clip the global 2-norm of the gradients to this, or None.
-        ranks: the processes that must take a step alike, because each holds a part of its
-            gradients, or None: this one has all.
-    """
-
-    gradients: tuple[Gradient, ...]
-    copies: tuple[CopyLayout | None, ...]
-    checked: bool = True
-    scales: tuple[ScaleRule, ...] = ()
-    max_grad_norm: float | None = None
-    ranks: Connected | None = None
-
-    @property
-    def clipped(self) -> bool:
-        return self.max_grad_norm is not None
-
-    @cached_property
-    def alike(self) -> Mapping[tuple[tuple[int, ...], int], Sequence[int]]:
-        """(of which loss scales, on how many ranks) -> the gradients (by index) of this kind."""
-        found: dict[tuple[tuple[int, ...], int], list[int]] = {}
-        for i, gradient in enumerate(self.gradients):
-            found.setdefault((gradient.scales, gradient.replicas), []).append(i)
-        return found
-
-    @cached_property
-    def norm_dtype(self) -> torch.dtype:
-        """That of norms: FP32, or FP64 if some gradient is, because of its range."""
-        wide = any(g.dtype is torch.float64 for g in self.gradients)
-        return torch.float64 if wide else torch.float32
 
 
 # -- its graph -------------------------------------------------------------------------------------

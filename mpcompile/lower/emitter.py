@@ -26,15 +26,15 @@ from torch.utils.checkpoint import checkpoint
 
 from .._version import __version__
 from ..errors import CannotRewrite, MPCompileError, did_you_mean
+from ..ir.second_backward import noticed
 from ..ir.targets import CHECKPOINT
 from ..passes.joint.kept_for_backward import keep_sources, keep_written_inputs
 from ..rules import PACKETS
-from ..scaling.second_backward import noticed
 from ..torch_inside import names
 from ..torch_inside.graphs import CHECKPOINT_CONTEXT
-from ..torch_inside.inductor import boxed
+from ..torch_inside.inductor import boxed, check_how
 from ..torch_inside.names import autocast_is_on, autocast_off, compile_fx
-from ..torch_inside.private_names import Part, refuse, why_off
+from ..torch_inside.private_names import Part, why_off
 from ..verify.first_call import compile_verified
 from ..verify.verdicts import Verify
 from .islands import Compiler, compile_around_rnns, gains, has_rnn, is_apart, name_rnns
@@ -181,16 +181,6 @@ def _inductor(
     # The backward is handed to `inner` now, not when someone calls `backward()`.
     eager = names.aot_settings(enable_autograd_cache=False, force_non_lazy_backward_lowering=True)
     return eager(compiler)  # type: ignore[no-any-return]
-
-
-def check_how(how: str) -> None:
-    """Refuse `emit="inductor"` where Inductor isn't what it was.
-
-    Raises:
-        MPCompileError: the message says what is wrong.
-    """
-    if how == "inductor":
-        refuse(Part.INDUCTOR, 'emit="inductor"', 'pass emit="aot_eager"')
 
 
 def check_inductor(mode: str | None, options: Mapping[str, Any] | None) -> None:

@@ -11,13 +11,14 @@ import torch
 from torch.optim import Optimizer
 
 from ..errors import MPCompileError, did_you_mean, kind_of
-from ..lower.emitter import check_how, check_inductor
+from ..lower.emitter import check_inductor
 from ..ranks.shards import Connected, connect
 from ..ranks.zero import is_zero
 from ..scaling.loss_scale import LossScale
 from ..scaling.parameters import parameters_of
 from ..settings import OPTIONS
 from ..torch_inside.distributed import overlaps_backward
+from ..torch_inside.inductor import check_how
 from ..torch_inside.optimizers import without_wrappers
 from ..torch_inside.private_names import Part, refuse
 from .masters import is_low

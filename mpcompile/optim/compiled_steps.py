@@ -23,14 +23,13 @@ from torch.optim import Optimizer
 from .. import logs
 from ..devices.registry import capabilities
 from ..errors import CannotRewrite, warn
-from ..ir.step_config import StepConfig
 from ..torch_inside.dynamo import compile_session
 from ..torch_inside.names import modes_off
 from . import fused
 from .compiled import Emit
 from .first_state import initialise_state
 from .kinds import ParametersMix
-from .members import Setting, StepKey
+from .members import Setting, StepConfig, StepKey
 from .reports import Results
 from .rests_on import Fingerprint
 from .shadow import StateAppeared

@@ -28,10 +28,11 @@ from .. import ir
 from ..devices.registry import capabilities
 from ..ir.fakes import like
 from ..ir.scale import STATE_DTYPES, ScaleState, settled
-from ..ir.step_config import FACTOR, NORM, SKIPPED, Slot, StepConfig
+from ..ir.step_config import FACTOR, NORM, SKIPPED, Slot
 from ..plans.compile_log import Dump, trace_step
 from ..torch_inside.names import FakeTensorMode, norm_of_each
 from .compiled import Emit, Program
+from .members import StepConfig
 
 _Values: TypeAlias = Mapping[Slot, torch.Tensor]
 _Stage: TypeAlias = Callable[[StepConfig, _Values], dict[Slot, torch.Tensor]]

@@ -15,7 +15,8 @@ from torch.optim import Optimizer
 
 from ..errors import MPCompileError
 from ..ir.fakes import like
-from ..ir.step_config import Gradient, Slot
+from ..ir.scale import ScaleRule
+from ..ir.step_config import CopyLayout, Gradient, Slot
 from ..ranks.shards import Connected, layout_of, local, place_gradient
 from ..ranks.zero import partition_of
 from ..scaling import copies, parameters
@@ -24,6 +25,46 @@ from ..scaling.loss_scale import LossScale
 from ..scaling.parameters import parameters_of
 from ..torch_inside.names import ConstantSource, FakeTensorMode
 from .masters import entries_of, updated_by
+
+
+@dataclass(frozen=True)
+class StepConfig:
+    """The settings of one step, as its graphs are made for them.
+
+    Attributes:
+        gradients: one for each parameter of the step.
+        copies: for each parameter the layout of its low copy, or None.
+        checked: whether a gradient that is not finite skips the step.
+        scales: the loss scales that the gradients depend on.
+        max_grad_norm: clip the global 2-norm of the gradients to this, or None.
+        ranks: the processes that must take a step alike, because each holds a part of its
+            gradients, or None: this one has all.
+    """
+
+    gradients: tuple[Gradient, ...]
+    copies: tuple[CopyLayout | None, ...]
+    checked: bool = True
+    scales: tuple[ScaleRule, ...] = ()
+    max_grad_norm: float | None = None
+    ranks: Connected | None = None
+
+    @property
+    def clipped(self) -> bool:
+        return self.max_grad_norm is not None
+
+    @cached_property
+    def alike(self) -> Mapping[tuple[tuple[int, ...], int], Sequence[int]]:
+        """(of which loss scales, on how many ranks) -> the gradients (by index) of this kind."""
+        found: dict[tuple[tuple[int, ...], int], list[int]] = {}
+        for i, gradient in enumerate(self.gradients):
+            found.setdefault((gradient.scales, gradient.replicas), []).append(i)
+        return found
+
+    @cached_property
+    def norm_dtype(self) -> torch.dtype:
+        """That of norms: FP32, or FP64 if some gradient is, because of its range."""
+        wide = any(g.dtype is torch.float64 for g in self.gradients)
+        return torch.float64 if wide else torch.float32
 
 
 class Member(NamedTuple):

@@ -46,11 +46,12 @@ from .. import ir
 from ..errors import CannotRewrite
 from ..ir import aten
 from ..ir.fakes import like
-from ..ir.step_config import FACTOR, SKIPPED, Slot, StepConfig
+from ..ir.step_config import FACTOR, SKIPPED, Slot
 from ..lower.sections import bind
 from ..torch_inside.graphs import schema
 from ..torch_inside.names import OpOverload
 from .masters import followed
+from .members import StepConfig
 
 _ARITHMETIC = (
     operator.add, operator.sub, operator.mul, operator.truediv, operator.pow, operator.neg,

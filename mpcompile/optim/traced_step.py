@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from ..ir.step_config import FACTOR, Slot, StepConfig
+from ..ir.step_config import FACTOR, Slot
 from ..ranks.shards import is_sharded, local
 from ..scaling import guard
 from .fused import settings_of
 from .masters import entries_of, is_low, updated_by
-from .members import Member, Setting, StepKey, has_lr, setting_floats
+from .members import Member, Setting, StepConfig, StepKey, has_lr, setting_floats
 from .reports import Results
 from .rests_on import Fact, OfStep
 from .trace import Trace

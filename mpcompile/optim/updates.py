@@ -19,14 +19,14 @@ from torch.optim import Optimizer
 from .. import ir, logs
 from ..devices.registry import capabilities
 from ..ir.dtypes import HALF
-from ..ir.step_config import CopyLayout, Slot, StepConfig
+from ..ir.step_config import CopyLayout, Slot
 from ..plans.compile_log import Dump, trace_step
 from ..ranks.shards import local
 from ..scaling.copies import WorkingCopy
 from .elementwise import check_state, refuse_mixing
 from .kinds import ParametersMix, graph_of_one, kinds_of
 from .masters import entries_of, is_low, updated_by
-from .members import Member, Setting, StepKey
+from .members import Member, Setting, StepConfig, StepKey
 from .rests_on import OfStep
 from .rewrite import rewritten
 from .shadow import own_values

@@ -23,7 +23,6 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from .. import ir
 from .._version import __version__
-from ..api import matched_nothing
 from ..capture.surroundings import around_now
 from ..compiler.backend import planned_or_why, why_left
 from ..compiler.plan_graph import Facts, Planned
@@ -41,7 +40,7 @@ from ..plans.graph_plan import GraphPlan, plan_of_left
 from ..plans.model_plan import ModuleLine, OutsideLine, Plan
 from ..plans.partitioned import Partitioned
 from ..rules.policy import Level, Policy, Target
-from ..runtime.check_module import check_call, check_module
+from ..runtime.check_module import check_call, check_module, matched_nothing
 from ..runtime.half_inputs import widened, widens_inputs
 from ..runtime.left_to_python import looked_into
 from ..runtime.outside_products import aside, counted

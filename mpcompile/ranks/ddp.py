@@ -13,7 +13,6 @@ import weakref
 from collections.abc import Callable
 
 import torch.distributed as dist
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..errors import MPCompileError
@@ -71,23 +70,6 @@ def hold_group(module: DistributedDataParallel) -> None:
     """
     _held[:] = [(alive, group) for alive, group in _held if alive() is not None]
     _held.append((weakref.ref(module), module.process_group))
-
-
-def called_modules(module: nn.Module) -> list[nn.Module]:
-    """The modules whose calls are to be compiled, so that all of `module` is: itself, and what each
-    DDP inside of it wraps; of a DDP, the module that it wraps comes first.
-
-    Dynamo compiles no frame of torch's own files by itself: neither DDP's forward, nor that of an
-    nn.Sequential, which DDP calls.
-
-    Raises:
-        MPCompileError: see `check`.
-    """
-    engines = [m for m in module.modules() if isinstance(m, DistributedDataParallel)]
-    for engine in engines:
-        check(engine)
-    wrapped = [engine.module for engine in engines]
-    return wrapped if isinstance(module, DistributedDataParallel) else [module, *wrapped]
 
 
 def after_reduction(function: Callable[[], None]) -> None:

@@ -10,10 +10,14 @@ from dataclasses import replace
 from typing import Any, NoReturn, TypeVar
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 from ..devices.registry import is_supported, supported
 from ..errors import MPCompileError, did_you_mean
 from ..ir.dtypes import HALF, half_of
+from ..passes.graph.replace_operators import RETURNED
+from ..plans.graph_plan import GraphPlan
+from ..ranks import ddp
 from ..rules.other_words import hint_for
 from ..rules.policy import Level
 from ..settings import Settings
@@ -57,6 +61,23 @@ def check_module(module: torch.nn.Module, settings: Settings) -> None:
         raise MPCompileError(complaint)
 
 
+def called_modules(module: torch.nn.Module) -> list[torch.nn.Module]:
+    """The modules whose calls are to be compiled, so that all of `module` is: itself, and what each
+    DDP inside of it wraps; of a DDP, the module that it wraps comes first.
+
+    Dynamo compiles no frame of torch's own files by itself: neither DDP's forward, nor that of an
+    nn.Sequential, which DDP calls.
+
+    Raises:
+        MPCompileError: see `ddp.check`.
+    """
+    engines = [m for m in module.modules() if isinstance(m, DistributedDataParallel)]
+    for engine in engines:
+        ddp.check(engine)
+    wrapped = [engine.module for engine in engines]
+    return wrapped if isinstance(module, DistributedDataParallel) else [module, *wrapped]
+
+
 def matching_no_module(settings: Settings, where: str, kinds: Mapping[str, str]) -> Iterator[str]:
     """Regexes of the policy that match no module, as one message each.
 
@@ -76,6 +97,30 @@ def matching_no_module(settings: Settings, where: str, kinds: Mapping[str, str])
             f"Policy(modules=...): {pattern!r} matches no module{hint}; the modules of {where}: "
             f"{_some(list(kinds)) or 'none'}"
         )
+
+
+def matched_nothing(settings: Settings, plans: Sequence[GraphPlan]) -> list[str]:
+    """The requests (nodes of the policy, `fuse_head`) that applied to no graph of the first
+    training forward, as one message each.
+    """
+    plans = [plan for plan in plans if plan.left is None]
+    nodes = [node for plan in plans for node in plan.nodes]
+    names = {node.name for node in nodes}
+    complaints = [
+        f"Policy(nodes=...): no node {name!r}{did_you_mean(name, names)}"
+        for name in sorted(settings.policy.nodes.keys() - names)
+    ]
+    if settings.fuse_head and not any("cross_entropy" in node.op for node in nodes):
+        complaints.append(
+            "fuse_head=True, but there is no cross_entropy in what was compiled: compute the loss "
+            "in the model's forward, or compile the function that computes it"
+        )
+    elif settings.fuse_head and any(RETURNED in node.reason for node in nodes):
+        complaints.append(
+            f"fuse_head=True, but a head isn't fused: {RETURNED}. Compile a function that returns "
+            "the loss alone: `mpcompile(lambda **batch: model(**batch).loss, fuse_head=True)`"
+        )
+    return complaints if plans else []
 
 
 def _some(paths: Sequence[str]) -> str:

@@ -30,7 +30,7 @@ from torch import nn
 from ..devices.autocast import noting_regions, refuse_autocast_forward, without_autocast
 from ..errors import MPCompileError
 from ..ranks import fsdp
-from ..scaling import parameters
+from ..scaling import parameters, uncalled
 from ..scaling.kept_copies import follow_grad_mode
 from ..torch_inside.modules import (
     buffers_of,
@@ -43,7 +43,7 @@ from ..torch_inside.names import BackendCompilerFailed, autocast_is_on, torchscr
 from ..torch_inside.owned_backend import compiled_by, entry, shared_entry
 from ..torch_inside.tensors import mark_on, version
 from ..torch_inside.tracing_settings import is_inlined, settings_for, traced_with
-from . import given_up, uncalled
+from . import given_up
 from .half_inputs import refuse_written, widened, widens_inputs
 from .left_to_python import ProductsCheck, enter_by_itself
 from .outside_products import aside
@@ -291,5 +291,5 @@ def keep_finite(before: Iterable[tuple[dict[str, Any], str, Any]]) -> None:
 
 
 # Of the class: one of `self` would be a cycle, and a module whose call is replaced tells so at once
-# (`uncalled.py`) only if nothing else holds the call.
+# (`scaling/uncalled.py`) only if nothing else holds the call.
 _APART = torch.compiler.disable(ModuleCall._call, reason=_REASON)

@@ -10,14 +10,13 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ..errors import MPCompileError, kind_of
 from ..plans.graph_plan import GraphPlan
-from ..ranks import ddp
 from ..scaling import parameters
 from ..scaling.loss_scale import LossScale
 from ..scaling.skipped_steps import Repairs
 from ..settings import OPTIONS, Settings
 from ..torch_inside.modules import unwrapped
 from ..torch_inside.private_names import Part, refuse
-from .check_module import for_weights
+from .check_module import called_modules, for_weights
 
 
 class ModelRecord:
@@ -139,7 +138,7 @@ def _record_of(model: Any) -> ModelRecord:
     if model in records:
         record = records[model]
     elif isinstance(model, nn.Module):
-        record = _by_backend(model) or records.get(ddp.called_modules(model)[0])
+        record = _by_backend(model) or records.get(called_modules(model)[0])
     if record is None:
         hint = ""
         if isinstance(model, nn.Module):

@@ -12,7 +12,8 @@
       messages.py          what it says to users; what was not finite before any gradient was
       skipped_steps.py     how many steps were skipped in a row, and what follows
     fit_scale.py         a backward is run again at lower scales, and compared at two
-    second_backward.py   a compiled backward may run again, and refuses to be differentiated
+    stays_finite.py      warns of what is no longer finite where no loss scale says so
+    uncalled.py          warns of a model that trains without its compiled call
     agreement.py         on what the ranks of DistributedDataParallel and FSDP2 agree
     async_read.py        numbers on the device that the host reads later
     guard.py             whether an optimizer may take its step

@@ -35,13 +35,13 @@ from ..devices.registry import RandomState
 from ..errors import MPCompileError
 from ..ir.fakes import duplicate
 from ..ir.inputs import GraphInputs
+from ..ir.second_backward import notice
 from ..torch_inside.names import keeps_graph
 from ..torch_inside.tensors import base_of, version, whole
 from .loss_scale import LossScale
 from .messages import Seen
 from .overflows import any_nonfinite
 from .parameters import is_trained
-from .second_backward import notice
 
 # How far the two scales lie apart. A gradient of FP16's smallest numbers may double at a lower
 # scale, by rounding; not grow by this.

@@ -32,7 +32,7 @@ class ParamState:
         plans: of each graph that `torch.compile(backend="mpcompile")` compiled of it, the options
             and the plan.
         names: of its model's parameters, if a graph without a loss scale trains it.
-        was_told: whether the user was warned of its training (`runtime/stays_finite.py`).
+        was_told: whether the user was warned of its training (`scaling/stays_finite.py`).
         has_half_graph: whether a graph trains it in a half dtype (`hooks.py`).
     """
 
@@ -116,6 +116,11 @@ def is_trained(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.requires_grad
 
 
+def is_leaf(value: Any) -> bool:
+    """Whether autograd stores a gradient in `value.grad`."""
+    return is_trained(value) and value.is_leaf
+
+
 def own(parameters: Iterable[torch.Tensor], owner: Any, scale: LossScale | None = None) -> None:
     """Make `owner` (an MPOptimizer) the optimizer whose step writes the copies of these parameters.
     With `scale`, models of these parameters without a loss scale from the user use this one.
@@ -193,7 +198,7 @@ class OptimizerState:
         looked_for_gradient: its first step was looked at (`hooks.py`).
         looked_for_masters: the count of `changes` at which a step was looked at for FP32 masters
             (`hooks.py`); past all counts once something was said.
-        watch: what looks whether its gradients stay finite (`runtime/stays_finite.py`).
+        watch: what looks whether its gradients stay finite (`scaling/stays_finite.py`).
         hidden: (parameter, gradient) pairs that its step must not see.
     """
 

@@ -1,5 +1,5 @@
 """Steps that were skipped one after the other: of four it is said. With repair=True, first the next
-forward is noted, and what overflows in it pinned to FP32 (`runtime/repair.py`).
+forward is noted, and what overflows in it pinned to FP32 (`compiler/repair.py`).
 """
 
 from __future__ import annotations

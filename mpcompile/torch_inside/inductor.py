@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from torch import Tensor, fx
 
 from .names import get_cpp_compiler, inductor_config, save_graph_repro
+from .private_names import Part, refuse
 
 PRE_FUSION = "_pre_fusion_custom_pass"
 """Inductor's setting for a pass over the scheduler's nodes."""
@@ -24,6 +25,12 @@ CHECKPOINTED = "recompute"
 """AOTAutograd's note on a node of a joint graph that stands in a checkpoint of the program's."""
 
 Call = TypeVar("Call", bound=Callable[..., Any])
+
+
+def check_how(how: str) -> None:
+    """Raise an MPCompileError for `emit="inductor"` where Inductor isn't what it was."""
+    if how == "inductor":
+        refuse(Part.INDUCTOR, 'emit="inductor"', 'pass emit="aot_eager"')
 
 
 # -- AOTAutograd -----------------------------------------------------------------------------------

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from ..optim.members import Setting
-from ..runtime.stays_finite import FiniteCheck
 from ..scaling import parameters
+from ..scaling.stays_finite import FiniteCheck
 from ..torch_inside.tensors import hooks_on
 from .one_graph import Traced
 from .program import StepProgram

@@ -14,7 +14,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from ..compiler.graph_call import check_constants, constants_of
 from ..compiler.plan_graph import Planned, plan_graph
+from ..compiler.repair import repair
 from ..compiler.training import Training, training_of
 from ..errors import CannotRewrite
 from ..ir import aten
@@ -25,10 +27,9 @@ from ..planner.target import place_of
 from ..plans.graph_plan import O0_ASKED, GraphPlan, plan_of_left
 from ..rules import RNN_OPS
 from ..rules.policy import Level
-from ..runtime.graph_call import check_constants, constants_of, is_leaf
-from ..runtime.repair import repair
 from ..scaling import copies, guard
 from ..scaling.loss_scale import LossScale
+from ..scaling.parameters import is_leaf
 from ..settings import Settings
 from .parts import StepPart
 

@@ -13,22 +13,20 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ..capture.rebound import gradients_of_rebound
 from ..errors import CannotRewrite, MPCompileError, in_one_line, warn
 from ..optim.eager import op_by_op
 from ..optim.shadow import StateAppeared
 from ..plans.graph_plan import GraphPlan
-from ..runtime.module_call import running
 from ..settings import Settings
 from ..torch_inside.breaks import users_frame
 from ..torch_inside.names import BackendCompilerFailed, FailOnRecompileLimitHit, reset_code
-from ..torch_inside.owned_backend import compiled_by, with_own_code
+from ..torch_inside.owned_backend import with_own_code
 from ..torch_inside.private_names import Part, why_off
 from ..torch_inside.tracing_settings import wait_for_others, were_set
 from .call import NotThisTime, Outdated
@@ -46,8 +44,9 @@ class TrainStep:
 
     Args:
         compile_in_pieces: (function, by_operator) -> the function compiled in pieces.
+        compile_by: (backend, function, what it is traced with) -> the function compiled by a
+            backend, as one graph.
         settings: the user's.
-        compile_kwargs: others of `torch.compile`.
         plans: takes the plan of each graph.
         called: called after the first call for which the whole is compiled.
         remake: makes another one of the same function.
@@ -57,8 +56,8 @@ class TrainStep:
         self,
         function: Callable[..., Any],
         compile_in_pieces: Callable[[Callable[..., Any], bool], Callable[..., Any]],
+        compile_by: Callable[..., Callable[..., Any]],
         settings: Settings,
-        compile_kwargs: Mapping[str, Any],
         plans: list[GraphPlan],
         called: Callable[[], None],
         remake: Callable[[], TrainStep],
@@ -72,11 +71,9 @@ class TrainStep:
         self._called: Callable[[], None] | None = called
         self._ran_once: list[GraphPlan] = []  # plans of pieces that ran only once
         self._backend = WholeBackend(settings, plans)
-        whole = compiled_by(self._backend, self._own, **{**compile_kwargs, "fullgraph": True})
-        self._whole = running(
-            whole, self._own, traceable_optimizers, gradients_of_rebound,
-            trace_autograd_ops=True, allow_rnn=True,
-        )  # fmt: skip
+        self._whole = compile_by(
+            self._backend, self._own, traceable_optimizers, trace_autograd_ops=True
+        )
         self._off = why_off(Part.WHOLE_STEP)
         self.left: str | None = None  # why it runs in pieces for good
         self._outdated = self._runs = 0  # how often it was in a row; runs since then

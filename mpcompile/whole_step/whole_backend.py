@@ -22,9 +22,8 @@ from ..errors import CannotRewrite
 from ..optim.members import Setting
 from ..plans.graph_plan import GraphPlan
 from ..ranks.shards import is_distributed
-from ..runtime import uncalled
-from ..runtime.graph_call import is_leaf
-from ..scaling import hooks
+from ..scaling import hooks, uncalled
+from ..scaling.parameters import is_leaf
 from ..settings import Settings, check_here
 from ..torch_inside.names import DataDependentOutputException
 from ..torch_inside.tensors import hooks_on

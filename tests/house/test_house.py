@@ -62,7 +62,7 @@ BROAD = {
     "mpcompile/optim/trace.py": (1, "a user's optimizer may fail to trace by anything"),
     "mpcompile/preview/explain.py": (1, "a user's model may raise anything"),
     "mpcompile/preview/factory.py": (2, "a user's file and factory may raise anything"),
-    "mpcompile/runtime/repair.py": (1, "training goes on where it can't be repaired"),
+    "mpcompile/compiler/repair.py": (1, "training goes on where it can't be repaired"),
     "mpcompile/verify/first_call.py": (2, "where verification fails, the training goes on"),
     "mpcompile/verify/verdicts.py": (1, "a program for a report may fail to print by anything"),
     "mpcompile/whole_step/train_step.py": (1, "a step that can't be one graph runs in pieces"),

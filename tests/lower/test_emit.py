@@ -13,7 +13,7 @@ from repository import ROOT, SUPPORT
 from torch import fx
 
 from mpcompile.errors import MPCompileError
-from mpcompile.scaling.second_backward import noticed
+from mpcompile.ir.second_backward import noticed
 
 pytestmark = [pytest.mark.inside, pytest.mark.usefixtures("own_inductor_cache", "rnns_in_graphs")]
 

@@ -9,8 +9,9 @@ import torch.distributed as dist
 
 from mpcompile import ir
 from mpcompile.ir.scale import STATE_DTYPES, ScaleRule, ScaleState
-from mpcompile.ir.step_config import FACTOR, NORM, SKIPPED, Gradient, Slot, StepConfig
+from mpcompile.ir.step_config import FACTOR, NORM, SKIPPED, Gradient, Slot
 from mpcompile.optim.decide import decided, graph_of_decision, norms_of, written_by_decision
+from mpcompile.optim.members import StepConfig
 from mpcompile.ranks.shards import Connected
 
 DYNAMIC, STATIC = ScaleRule(min_scale=1.0), ScaleRule("static")

@@ -11,9 +11,9 @@ from torch import fx, nn
 from mpcompile import ir
 from mpcompile.errors import CannotRewrite
 from mpcompile.ir import aten
-from mpcompile.ir.step_config import SKIPPED, CopyLayout, Gradient, StepConfig
+from mpcompile.ir.step_config import SKIPPED, CopyLayout, Gradient
 from mpcompile.optim.first_state import initialise_state
-from mpcompile.optim.members import Member
+from mpcompile.optim.members import Member, StepConfig
 from mpcompile.optim.rewrite import rewritten
 from mpcompile.optim.trace import trace
 

@@ -20,8 +20,7 @@ from mpcompile import MPOptimizer, compiled_plans, explain, loss_scale_of, mpcom
 from mpcompile.plans import compile_log
 from mpcompile.preview.explain import Planner
 from mpcompile.preview.stand_ins import StandIns
-from mpcompile.runtime import uncalled
-from mpcompile.scaling import guard, parameters
+from mpcompile.scaling import guard, parameters, uncalled
 
 Model = tuple[nn.Module, torch.Tensor, MPOptimizer]
 

@@ -15,7 +15,7 @@ from module_of import module_of
 from torch import nn
 
 from mpcompile import MPCompileWarning, MPOptimizer, mpcompile, train_step
-from mpcompile.runtime import stays_finite
+from mpcompile.scaling import stays_finite
 
 BF16: dict[str, Any] = {"dtype": torch.bfloat16, "emit": "aot_eager"}
 WITHIN = 2  # steps

@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import optimizer as torch_optimizer
 
 from mpcompile import MPCompileWarning, MPOptimizer, compiled_plans, mpcompile
-from mpcompile.runtime import uncalled
+from mpcompile.scaling import uncalled
 
 OPTIONS: dict[str, Any] = {"dtype": torch.float16, "emit": "eager"}
 

@@ -16,8 +16,9 @@ from torch import fx
 from mpcompile import LossScale, MPCompileError, ir
 from mpcompile.ir import aten
 from mpcompile.ir.scale import INIT_SCALE, STATE_DTYPES, ScaleRule, ScaleState, settled, updated
-from mpcompile.ir.step_config import SKIPPED, Slot, StepConfig
+from mpcompile.ir.step_config import SKIPPED, Slot
 from mpcompile.optim.decide import graph_of_decision
+from mpcompile.optim.members import StepConfig
 
 
 def after(scale: LossScale, overflows: list[bool]) -> ScaleState:

@@ -60,7 +60,7 @@ def test_without_a_scale_none_is_spoken_of(caplog: pytest.LogCaptureFixture) -> 
     """In BF16 no graph has one; an MPOptimizer skips the steps all the same."""
     model = mpcompile(mlp(), dtype=torch.bfloat16, emit="eager")
     optimizer = MPOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), emit="eager")
-    for kind in ("inputs", "good"):  # of two in a row runtime/stays_finite.py warns
+    for kind in ("inputs", "good"):  # of two in a row scaling/stays_finite.py warns
         x, y, _ = batch(kind)
         optimizer.zero_grad()
         F.mse_loss(model(x), y).backward()

@@ -178,7 +178,7 @@ MUTANTS = (
     ),
     Fault(
         "witness-removed",
-        "mpcompile/runtime/graph_call.py",
+        "mpcompile/compiler/graph_call.py",
         "    if tracked:\n",
         "    if False:\n",
         breaks="nobody asks autograd whether a gradient enters a graph unscaled",

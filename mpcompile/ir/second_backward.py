@@ -26,11 +26,11 @@ import torch
 from torch import Tensor
 
 from ..errors import MPCompileError
-from ..ir.fakes import duplicate
-from ..ir.units import GradFn, between, grad_fns
 from ..torch_inside.inductor import CopiedContext, is_compiled
 from ..torch_inside.names import keeps_graph
 from ..torch_inside.tensors import for_each_sample, function_of
+from .fakes import duplicate
+from .units import GradFn, between, grad_fns
 
 Gradients = tuple[Tensor | None, ...]
 _WRAPPED = "mpcompile_wrapped"  # on a class of AOTAutograd's: its backward is

@@ -34,11 +34,11 @@ from ..devices.registry import is_real
 from ..errors import warn
 from ..ranks import fsdp
 from ..ranks.shards import local
-from ..scaling import hooks, parameters
-from ..scaling.async_read import AsyncRead
 from ..torch_inside.modules import Names
 from ..torch_inside.names import FakeTensor
 from ..torch_inside.tensors import sparse_values
+from . import hooks, parameters
+from .async_read import AsyncRead
 
 PAUSE = 1000  # times as long as a look took: so long none is taken
 _DIAGNOSE = "mpcompile.diagnose(model, inputs, loss_fn=...) names the operator that makes it"

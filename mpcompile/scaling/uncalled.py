@@ -18,8 +18,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..errors import warn
-from ..scaling import hooks, parameters
 from ..torch_inside.modules import compiled_call
+from . import hooks, parameters
 
 # compiled modules not called yet -> optimizers known to hold none of their parameters
 _waiting: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[Optimizer]] = (

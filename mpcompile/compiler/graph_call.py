@@ -20,12 +20,12 @@ from ..scaling import agreement, fit_scale, guard
 from ..scaling.copies import Reader, read_in_full
 from ..scaling.kept_copies import KeptCopies
 from ..scaling.loss_scale import LossScale
-from ..scaling.parameters import Derived, is_trained, own_again
+from ..scaling.parameters import Derived, is_leaf, is_trained, own_again
+from ..scaling.stays_finite import watching
 from ..torch_inside.distributed import active_ddp
 from ..torch_inside.modules import Names
 from ..torch_inside.tensors import mark_of, version
 from .repair import NotedCall, Repairable, repair
-from .stays_finite import watching
 
 Function = Callable[..., Any]
 
@@ -231,8 +231,3 @@ WRAPPERS: tuple[tuple[Callable[[Function, Emitted], Function], str], ...] = (
     (_watching, "a loss or gradient that stops being finite is said, where no scale counts it"),
     (_noticing_ddp, "each forward tells whether it runs in a DistributedDataParallel"),
 )
-
-
-def is_leaf(value: Any) -> bool:
-    """Whether autograd stores a gradient in `value.grad`."""
-    return is_trained(value) and value.is_leaf
