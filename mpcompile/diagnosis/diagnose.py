@@ -17,10 +17,9 @@ import torch
 from torch import nn
 
 from .. import ir
-from ..compiler.plan_graph import Planned
 from ..errors import MPCompileError
 from ..ir.dtypes import HALF
-from ..observe.fault import Fault, FaultKind, GraphRuns, whole
+from ..observe.fault import Fault, FaultKind, GraphRuns
 from ..observe.find_fault import INACCURATE, find
 from ..observe.record import EXPONENTS, Numbers, Record
 from ..observe.watch import relative_error
@@ -29,11 +28,10 @@ from ..rules.policy import Level
 from ..runtime.check_module import check_call, check_module, deep_copy, for_weights
 from ..runtime.records import pinned_in, recorded, studied
 from ..scaling import parameters
-from ..scaling.messages import Seen, outside
 from ..settings import OPTIONS, Settings
 from ..torch_inside.names import pytree
 from ..torch_inside.owned_backend import nothing_compiled
-from .check_arguments import check_loss_fn, check_optimizer, check_trained
+from .check_arguments import check_loss_fn, check_optimizer, check_trained, not_finite_in
 from .report import NodeNumbers, Report, UpdateErrors
 from .sides import Loss, Run, Sides, low_dtype_of, run_low
 
@@ -224,35 +222,25 @@ def _notes(sides: Sides, low: Run, full: Run, faults: Sequence[Fault]) -> Iterat
             f"{', '.join(dict.fromkeys(common))}: several graphs have a node of this name, and "
             "Policy(nodes=...) pins it in each; Policy(modules=...) pins the one module"
         )
-    if not _is_broken(low):
+    bad = any(Numbers.of(g).bad for g in low.gradients.values() if g is not None)
+    if (bad or not math.isfinite(low.loss)) and (came_in := list(not_finite_in(sides))):
+        yield from came_in
         return
-    if (
-        came_in := outside([_seen(*call) for call in zip(low.calls, low.given, strict=True)])
-    ) is not None:
-        yield came_in
-    elif all(fault.kind in HARMLESS_ALONE for fault in faults):
-        what = "gradients are" if math.isfinite(low.loss) else "the loss is"
-        also = ", in FP32 either" if _is_broken(full) else ""
+    if any(fault.kind not in HARMLESS_ALONE for fault in faults):
+        return
+    if not math.isfinite(low.loss):
+        also = ", in FP32 either" if not math.isfinite(full.loss) else ""
         yield (
-            f"{what} not finite{also}, though the graphs make nothing so: look at the targets, at "
-            "loss_fn, and at what runs between graphs"
+            f"the loss is not finite{also}, though the model's results are: look at the targets, "
+            "and at loss_fn"
         )
-
-
-def _is_broken(run: Run) -> bool:
-    """Whether the loss, or the gradient of some parameter, is not finite."""
-    gradients = (Numbers.of(g) for g in run.gradients.values() if g is not None)
-    return not math.isfinite(run.loss) or any(found.bad for found in gradients)
-
-
-def _seen(call: tuple[Planned, Record], given: Sequence[tuple[str, Any]]) -> Seen:
-    """What a message of a training would be made of, for one call of a graph."""
-    graph, record = call
-    results = list(map(whole, graph.rewritten.graph.output_node().all_input_nodes))
-    came = any(record.gradients[n.name].bad for n in results if n.name in record.gradients)
-    made = [record.values[n.name] for n in results if n.name in record.values]
-    bad = any(found.nans or (found.bad and came) for found in made)
-    return Seen.of_inputs(given, results=bad, received=came)
+    elif bad:
+        in_full = any(Numbers.of(g).bad for g in full.gradients.values() if g is not None)
+        also = ", in FP32 either" if in_full else ""
+        yield (
+            f"gradients are not finite{also}, and begin outside of the graphs: look at loss_fn, "
+            "and at what runs between graphs"
+        )
 
 
 def loss_of(result: Any) -> torch.Tensor:

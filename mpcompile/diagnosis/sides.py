@@ -49,14 +49,12 @@ class Run:
     Attributes:
         loss: the loss.
         calls: the graphs that ran, in their order, with what was recorded.
-        given: what the program called each of them with, by name.
         gradients: of the parameters, by name, FP32 and unscaled.
         state: what the step left in the model; None before it has ended.
     """
 
     loss: float = 0.0
     calls: list[tuple[Planned, Record]] = field(default_factory=list)
-    given: list[Sequence[tuple[str, Any]]] = field(default_factory=list)
     gradients: dict[str, torch.Tensor | None] = field(default_factory=dict)
     state: _State | None = None
 
@@ -179,11 +177,8 @@ class Sides:
         self.plans.append(graph.plan)
 
         def call(*args: Any) -> Any:
-            known = self._names(args)
-            record = Record(path_of=moved(compiled, known))
+            record = Record(path_of=moved(compiled, self._names(args)))
             self._run.calls.append((graph, record))
-            names = (own or name for own, name in zip(known, graph.inputs.names, strict=True))
-            self._run.given.append(list(zip(names, args, strict=True)))
             return self._watched(graph, record, len(self._run.calls) - 1, args)
 
         return call

@@ -9,7 +9,7 @@ graphs are finite, and the gradient that came back is not, then that is the loss
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -136,15 +136,13 @@ class Seen:
     ) -> Seen:  # fmt: skip
         """Look at a call, whose first inputs have these names; waits for the device."""
         came, made = bool(any_nonfinite(received)), [x.detach() for x in results if _is_float(x)]
-        bad = any(map(_is_bad, made)) or (came and bool(any_nonfinite(made)))
-        return cls.of_inputs(zip(names, inputs, strict=False), results=bad, received=came)
-
-    @classmethod
-    def of_inputs(cls, named: Iterable[tuple[str, Any]], *, results: bool, received: bool) -> Seen:
-        """The same where it is known what is not finite of the results, and of the gradients."""
-        bad = [(name, x) for name, x in named if _is_bad(x)]
-        own = all(x.is_leaf and x.requires_grad for _, x in bad)
-        return cls(tuple(name for name, _ in bad), own, results, received)
+        bad = [(n, x) for n, x in zip(names, inputs, strict=False) if is_bad(x)]
+        return cls(
+            tuple(name for name, _ in bad),
+            all(x.is_leaf and x.requires_grad for _, x in bad),
+            any(map(is_bad, made)) or (came and bool(any_nonfinite(made))),
+            came,
+        )
 
     @property
     def hopeless(self) -> bool:
@@ -178,7 +176,7 @@ def _is_float(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.is_floating_point()
 
 
-def _is_bad(value: Any) -> bool:
+def is_bad(value: Any) -> bool:
     """Whether an input is not finite. Minus infinity is: it masks out."""
     if not _is_float(value):
         return False
