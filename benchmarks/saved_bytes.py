@@ -6,7 +6,7 @@ that reads from the partitioned forward what it hands to the backward. So a mode
 counted in seconds; its parameters are memory that nothing touches, its activations are never
 allocated.
 
-What is counted: see `mpcompile/plans/partitioned.py`. A model in half precision has its low
+What is counted: see `mpcompile/planner/partitioned.py`. A model in half precision has its low
 weights as parameters, which exist anyway. A copy of an input that the graph makes itself (a weight
 cast to the low dtype) does count, and has a column of its own.
 
@@ -35,12 +35,13 @@ from torch._inductor import compile_fx
 from benchmarks import models
 from benchmarks.harness.report import Claims, Report, Settings, Table
 from mpcompile import MPOptimizer, mpcompile
+from mpcompile.capture.pipeline import Planned
 from mpcompile.compiler import backend
-from mpcompile.compiler.plan_graph import Facts, Planned, plan_graph
+from mpcompile.compiler.plan_graph import Facts, plan_graph
 from mpcompile.demo.gpt import GPT, GPTConfig
 from mpcompile.demo.train import bytes_saved_for_backward
 from mpcompile.devices.cpu import CPU
-from mpcompile.plans.partitioned import Saved, saved_by
+from mpcompile.planner.partitioned import Saved, saved_by
 from mpcompile.scaling import copies
 from mpcompile.settings import Settings as CompileSettings
 from mpcompile.verify import first_call

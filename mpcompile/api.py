@@ -18,16 +18,10 @@ from .capture.rebound import check_torch, gradients_of_rebound
 from .compiler.backend import compile_graph
 from .devices.registry import accumulate_in_fp32, is_supported
 from .errors import MPCompileError, kind_of, warn
-from .plans.graph_plan import GraphPlan
+from .planner.graph_plan import GraphPlan
 from .rules.other_words import unknown_option
 from .rules.policy import Level, Policy, around
-from .runtime.check_module import (
-    called_modules,
-    check_module,
-    for_weights,
-    matched_nothing,
-    matching_no_module,
-)  # fmt: skip
+from .runtime import check_module as checks
 from .runtime.left_to_python import ProductsCheck
 from .runtime.module_call import ModuleCall, compiled_part, running
 from .runtime.records import ModelRecord, records
@@ -154,10 +148,10 @@ def _compiled(
     hooks.register()
     names: Names = dict
     if isinstance(model, nn.Module):
-        settings = for_weights(settings, model)
+        settings = checks.for_weights(settings, model)
         request = {**request, "dtype": settings.dtype or "auto"}
-        check_module(model, settings)
-        first, *others = called_modules(model)
+        checks.check_module(model, settings)
+        first, *others = checks.called_modules(model)
         names = names_in(first)
     # Each call gets a scale of its own: Dynamo then keeps the compiled code of two models apart.
     scale = settings.loss_scale or LossScale.default()
@@ -258,7 +252,7 @@ def _check_again(settings: Settings, module: nn.Module) -> None:
             "trained: make it outside, or load its state_dict() into one that is"
         )
     try:
-        check_module(module, settings)
+        checks.check_module(module, settings)
     except MPCompileError as error:
         if not all(is_supported(p.device) for p in module.parameters()):
             raise MPCompileError(f"{error}. It was moved there after mpcompile()") from None
@@ -280,7 +274,7 @@ def _after_call(settings: Settings, record: ModelRecord, module: nn.Module) -> b
         return True
     if not torch.is_grad_enabled():  # an evaluation tells nothing about training
         return False
-    for complaint in matched_nothing(settings, record.plans):
+    for complaint in checks.matched_nothing(settings, record.plans):
         warn(f"mpcompile: {type(module).__name__}: {complaint}")
     return True
 
@@ -294,6 +288,6 @@ def _after_call_of_function(
     name = getattr(function, "__name__", type(function).__name__)
     inner = {n.module for plan in plans for n in plan.nodes if n.module}
     paths = dict.fromkeys([*sorted(inner), *(path for one in inner for path in around(one))], "")
-    wrong = matching_no_module(settings, name, paths) if paths else ()
-    for complaint in (*wrong, *matched_nothing(settings, plans)):
+    wrong = checks.matching_no_module(settings, name, paths) if paths else ()
+    for complaint in (*wrong, *checks.matched_nothing(settings, plans)):
         warn(f"mpcompile: {name}: {complaint}")

@@ -13,7 +13,7 @@ import difflib
 import re
 import sys
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 
 class MPCompileError(ValueError):
@@ -68,6 +68,12 @@ def kind_of(value: object) -> str:
     if value is None:
         return "None"
     return f"class {value.__name__}" if isinstance(value, type) else type(value).__name__
+
+
+def shortened(names: Sequence[str], most: int = 4) -> str:
+    """`"a, b, c, d and 3 more"`."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

@@ -24,9 +24,9 @@ from typing import Any, Literal, TypedDict, TypeVar, get_args
 import torch
 
 from . import rules
+from .capture import pipeline
 from .errors import MPCompileError, did_you_mean
 from .lower.emitter import check_inductor
-from .plans import pipeline
 from .ranks.fsdp import check_ranks
 from .rules.op_names import op_exists
 from .rules.other_words import unknown_option

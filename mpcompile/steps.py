@@ -12,9 +12,9 @@ from typing_extensions import Unpack
 
 from .api import mpcompile
 from .errors import MPCompileError, kind_of
-from .optim.checks import needs_closure
 from .runtime.records import records
 from .settings import Options
+from .torch_inside.optimizers import needs_closure
 
 
 def train_step(

@@ -20,8 +20,9 @@ from ..devices.cuda import AbsentGPU
 from ..devices.gpus import GPUS, gpu
 from ..diagnosis.diagnose import diagnose_call
 from ..diagnosis.report import Report
-from ..plans.model_plan import ENOUGH, Plan
-from ..plans.plan_text import outside, verdict
+from ..planner.plan_data import ENOUGH
+from ..planner.plan_text import outside, verdict
+from ..plans.model_plan import Plan
 from ..preview.explain import plan_call
 from ..preview.factory import made_by
 from ..settings import OPTIONS

@@ -13,23 +13,24 @@ from typing import Any
 
 from torch import fx, nn
 
+from ..capture.compile_log import log_graph, trace_plan
+from ..capture.pipeline import Planned
 from ..errors import CannotRewrite, MPCompileError, in_one_line, warn
 from ..ir.dtypes import half_of
 from ..ir.parameter_updates import is_update
+from ..planner.graph_plan import O0_ASKED, GraphPlan, plan_of_left
+from ..planner.outside_products import counted
 from ..planner.target import place_of
-from ..plans.compile_log import log_graph, trace_plan
-from ..plans.graph_plan import O0_ASKED, GraphPlan, plan_of_left
 from ..rules.policy import Level
-from ..runtime import given_up
-from ..runtime.outside_products import counted
 from ..scaling import hooks, parameters, uncalled
 from ..settings import Settings, check_here
+from ..torch_inside import given_up
 from ..torch_inside.breaks import why_it_ends
 from ..torch_inside.dynamo import traced_code
 from ..torch_inside.names import RestartAnalysis
 from ..torch_inside.tracing_settings import or_broken
 from .graph_function import function_of, function_of_left
-from .plan_graph import Facts, Planned, plan_graph
+from .plan_graph import Facts, plan_graph
 from .training import training_of
 
 
@@ -104,7 +105,11 @@ def _compile_or_fall_back(
             return _leave(gm, example_inputs, settings, reason)
     try:
         with or_broken(gm):
-            return _compile(gm, example_inputs, settings)
+            known = training_of(gm, example_inputs, settings)
+            planned = plan_graph(gm, example_inputs, known.facts, settings)
+            verify = settings.verifying()
+            run = function_of(gm, planned, known, settings, verify)
+            return run, replace(planned.plan, verification=verify)
     except Exception as error:
         asked = isinstance(error, MPCompileError) and not isinstance(error, CannotRewrite)
         if asked or isinstance(error, RestartAnalysis):  # RestartAnalysis: Dynamo traces once more
@@ -164,13 +169,3 @@ def planned_or_why(
 def _reason_of(error: Exception) -> str:
     """Why a graph can't be rewritten, in one line."""
     return str(error) if isinstance(error, CannotRewrite) else in_one_line(error)
-
-
-def _compile(
-    gm: fx.GraphModule, example_inputs: Sequence[Any], settings: Settings
-) -> tuple[Callable[..., Any], GraphPlan]:
-    known = training_of(gm, example_inputs, settings)
-    planned = plan_graph(gm, example_inputs, known.facts, settings)
-    verify = settings.verifying()
-    run = function_of(gm, planned, known, settings, verify)
-    return run, replace(planned.plan, verification=verify)

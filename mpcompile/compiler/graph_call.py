@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import fx
 
 from ..errors import MPCompileError
 from ..ir.inputs import GraphInputs
@@ -195,12 +194,6 @@ def _noticing_ddp(call: Function, made: Emitted) -> Function:
         return call(*args)
 
     return run
-
-
-def constants_of(graph: fx.GraphModule) -> Collection[int]:
-    """The numbers of the results of a scaled graph that no gradient enters."""
-    constant: Collection[int] = graph.meta["mp_constant_results"]
-    return constant
 
 
 def check_constants(results: Sequence[Any], constant: Collection[int]) -> None:

@@ -12,6 +12,9 @@ import torch
 from torch import fx
 
 from .. import ir
+from ..capture import pipeline
+from ..capture.compile_log import say_nothing_runs_low, say_products_stay
+from ..capture.pipeline import Planned
 from ..devices.registry import capabilities, check_accumulation
 from ..ir.fakes import fake_twin
 from ..ir.inputs import GraphInputs
@@ -20,17 +23,15 @@ from ..lower.inference import replays
 from ..lower.islands import gains, has_rnn, is_apart, pieces
 from ..lower.joint import JointPasses, joint_passes
 from ..padding.products import product
+from ..planner.partitioned import Partitioned
 from ..planner.target import place_of
-from ..plans import pipeline
-from ..plans.compile_log import say_nothing_runs_low, say_products_stay
-from ..plans.pipeline import Planned
 from ..rules.policy import Target
 from ..scaling import agreement, copies, fit_scale
 from ..scaling.loss_scale import LossScale
 from ..settings import Settings
 from ..torch_inside.dynamo import traced_code
 from ..verify.verdicts import Verify
-from .graph_call import Emitted, constants_of, wrapped
+from .graph_call import Emitted, wrapped
 from .repair import Repairable
 from .training import Training
 
@@ -64,8 +65,8 @@ def function_of(
     scaling = scale.inputs(target.device) if scale is not None else ()
     given = planned.inputs.assembled(examples, working, scaling)
     to_emit, how, sparing = _to_emit(gm, planned, settings)
-    # All of this before `_emit`, which may change the graph.
-    constant = constants_of(planned.graph) if scale is not None else ()
+    # All of this before `emit`, which may change the graph.
+    constant = planned.graph.meta["mp_constant_results"] if scale is not None else ()
     searches = scale is not None and _searches(scale, planned.graph, how, target.device)
     made = Emitted(
         examples, target.device, settings.names, planned.inputs, scale,
@@ -76,7 +77,11 @@ def function_of(
     joint = joint_passes(
         settings.level, target.device, sharded=sharded, recompute=settings.recompute
     )
-    return wrapped(_emit(to_emit, given, how, verify, joint=joint, sparing=sparing), made)
+    run = emit(
+        to_emit, given, how.emit, mode=how.mode, options=how.options, verify=verify,
+        joint=joint, sparing=sparing,
+    )  # fmt: skip
+    return wrapped(run, made)
 
 
 def function_of_left(
@@ -86,7 +91,32 @@ def function_of_left(
     agreement.enter_fsdp(examples)  # other ranks may have rewritten this graph
     made = Emitted(examples, place_of(examples), settings.names, GraphInputs(len(examples)))
     joint = JointPasses(recomputes=settings.recompute)
-    return wrapped(_emit(gm, examples, settings, verify, joint=joint, untouched=True), made)
+    run = emit(
+        gm, examples, settings.emit, mode=settings.mode, options=settings.options, verify=verify,
+        joint=joint, untouched=True,
+    )  # fmt: skip
+    return wrapped(run, made)
+
+
+def split(
+    gm: fx.GraphModule, inputs: Sequence[Any], settings: Settings, found: Partitioned,
+    device: torch.device | None, *, is_there: bool,
+) -> Function:  # fmt: skip
+    """Compile a graph as far as AOTAutograd's partitioner, whose halves `found` gets.
+
+    Args:
+        device: what the graph was rewritten for; None: it was left as Dynamo wrote it.
+        is_there: whether this machine has the device: passes over the joint graph call its kernels.
+    """
+    joint = JointPasses(recomputes=settings.recompute)
+    if device is not None:
+        joint = joint_passes(settings.level, device, recompute=settings.recompute)
+    if not is_there:
+        joint = JointPasses(keeps_casts=joint.keeps_casts, recomputes=joint.recomputes)
+    return emit(
+        gm, inputs, "inductor", options={"joint_custom_pre_pass": found.joint}, joint=joint,
+        untouched=device is None, inner=found.inner,
+    )  # fmt: skip
 
 
 def _heed_the_device(planned: Planned, target: Target) -> None:
@@ -116,16 +146,6 @@ def _to_emit(
     rewritten |= any(map(ir.autocast_region, graph.graph.nodes))
     # Unchanged, Dynamo's graph: torch's functions cost less to call than its operators.
     return graph if rewritten else gm, eager, False
-
-
-def _emit(
-    gm: fx.GraphModule, inputs: Sequence[Any], settings: Settings, verify: Verify, **kind: Any
-) -> Function:
-    """See `emit`, which takes `kind`, too."""
-    return emit(
-        gm, inputs, settings.emit, mode=settings.mode, options=settings.options,
-        verify=verify, **kind,
-    )  # fmt: skip
 
 
 def _searches(

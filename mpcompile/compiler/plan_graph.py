@@ -16,12 +16,12 @@ import torch
 from torch import fx
 
 from .. import operators  # noqa: F401  (registers our operators)
+from ..capture import pipeline
 from ..capture.capture import capture
+from ..capture.pipeline import Planned
 from ..capture.surroundings import Around
 from ..ir.fakes import unseen
 from ..ir.text import Place, places
-from ..plans import pipeline
-from ..plans.pipeline import Planned as Planned
 from ..rules.policy import Config, Target
 from ..settings import Settings
 from ..torch_inside.names import autocast_off, compile_lock

@@ -19,6 +19,7 @@ import torch
 from torch import fx
 
 from .. import ir, logs
+from ..capture.pipeline import Planned
 from ..devices.registry import RandomState
 from ..ir.fakes import duplicate
 from ..ir.text import places
@@ -26,7 +27,6 @@ from ..observe.fault import Fault, FaultKind, GraphRuns
 from ..observe.find_fault import find
 from ..observe.record import Record
 from ..observe.watch import Observer
-from ..plans.pipeline import Planned
 from ..scaling import guard
 from ..scaling.loss_scale import LossScale
 from ..torch_inside.names import reset_code

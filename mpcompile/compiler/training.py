@@ -4,7 +4,7 @@ optimizers and the working copies that stand behind them.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,16 +12,16 @@ import torch
 from torch import fx
 
 from .. import ir
+from ..capture.pipeline import Planned
 from ..capture.surroundings import around_now
-from ..ir.dtypes import half_of
+from ..ir.dtypes import half_of, is_trained_fp16, refuse_fp16
 from ..planner.target import device_of, target_of
 from ..rules.policy import Level
-from ..runtime.check_module import is_trained_fp16, refuse_fp16
 from ..scaling import copies, kept_copies, parameters
 from ..scaling.loss_scale import LossScale
 from ..scaling.parameters import is_leaf
 from ..settings import Settings
-from .plan_graph import Facts, Planned
+from .plan_graph import Facts
 
 
 @dataclass(frozen=True)
@@ -94,9 +94,9 @@ def training_of(gm: fx.GraphModule, examples: Sequence[Any], settings: Settings)
     for trained in filter(is_trained_fp16, examples if refused else ()):
         refuse_fp16("a module", f"a parameter of shape {tuple(trained.shape)}")
     scale = scale_for(examples, target.low, settings)
-    owned = _owned_in(examples) if settings.level is Level.O2 else {}
+    owned = owned_in(examples) if settings.level is Level.O2 else {}
     kept = [i for i, x in enumerate(examples) if kept_copies.is_kept(x)]
-    shapes = {i: copies.stored_shape(examples[i], target.low) for i in owned}
+    shapes = stored_shapes(owned, examples, target.low)
     shapes |= {i: kept_copies.stored_shape(examples[i], target.low) for i in kept}
     facts = Facts(
         target,
@@ -114,7 +114,13 @@ def fp32_parameters(inputs: Sequence[Any]) -> dict[int, torch.nn.Parameter]:
     return {i: x for i, x in known.items() if x.dtype is torch.float32}
 
 
-def _owned_in(examples: Sequence[Any]) -> dict[int, Any]:
+def stored_shapes(of: Iterable[int], examples: Sequence[Any], low: torch.dtype) -> dict[int, Any]:
+    """Inputs that may be read as copies -> the shape in which the copy is stored; None: not yet."""
+    return {i: copies.stored_shape(examples[i], low) for i in of}
+
+
+def owned_in(examples: Sequence[Any]) -> dict[int, Any]:
+    """The inputs that an MPOptimizer keeps copies of, by number: that optimizer."""
     owners = {i: parameters.owner_of(x) for i, x in fp32_parameters(examples).items()}
     return {i: owner for i, owner in owners.items() if owner is not None}
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..api import mpcompile
 from ..devices.registry import capabilities, default_device
-from ..plans.plan_text import dtype_word, share_low, verdict
+from ..planner.plan_text import dtype_word, share_low, verdict
 from ..rules.policy import parse_dtype
 from ..runtime.records import compiled_plans, loss_scale_of
 from ..settings import Emits, LevelWord

@@ -14,10 +14,9 @@ import torch
 from torch import nn
 
 from ..errors import MPCompileError
-from ..optim import MPOptimizer
-from ..optim.checks import needs_closure
-from ..scaling.messages import is_bad
 from ..torch_inside.names import pytree
+from ..torch_inside.optimizers import needs_closure
+from ..torch_inside.tensors import is_bad
 from .sides import Sides
 
 
@@ -59,8 +58,8 @@ def check_optimizer(optimizer: object, model: nn.Module) -> torch.optim.Optimize
     Raises:
         MPCompileError: it is no optimizer, needs a closure, or holds no parameter of the model.
     """
-    if isinstance(optimizer, MPOptimizer):
-        optimizer = optimizer.inner
+    if isinstance(optimizer, torch.optim.Optimizer):
+        optimizer = getattr(optimizer, "inner", optimizer)
     if optimizer is None:
         return None
     if not isinstance(optimizer, torch.optim.Optimizer):

@@ -17,17 +17,17 @@ import torch
 from torch import nn
 
 from .. import ir
+from ..compiler.training import owned_in
 from ..errors import MPCompileError
 from ..ir.dtypes import HALF
 from ..observe.fault import Fault, FaultKind, GraphRuns
 from ..observe.find_fault import INACCURATE, find
 from ..observe.record import EXPONENTS, Numbers, Record
 from ..observe.watch import relative_error
-from ..plans.graph_plan import PlanNode
+from ..planner.plan_data import PlanNode
 from ..rules.policy import Level
 from ..runtime.check_module import check_call, check_module, deep_copy, for_weights
 from ..runtime.records import pinned_in, recorded, studied
-from ..scaling import parameters
 from ..settings import OPTIONS, Settings
 from ..torch_inside.names import pytree
 from ..torch_inside.owned_backend import nothing_compiled
@@ -123,7 +123,7 @@ def sides_of(
     if settings.level is Level.O0:
         why = "leaves everything in FP32: there is nothing to"
         raise MPCompileError(f"level='O0' {why} {what_for}")
-    held = any(parameters.owner_of(p) is not None for p in model.parameters())
+    held = bool(owned_in(list(model.parameters())))
     why = "only a copy is diagnosed, so that nothing happens to the model"
     twin, optimizer = deep_copy((model, optimizer), {}, model, why)
     check_module(twin, settings)

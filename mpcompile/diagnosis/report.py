@@ -18,10 +18,11 @@ from .. import stored
 from .._version import __version__
 from ..observe.fault import Fault
 from ..observe.record import EXPONENTS, Numbers, Shares
-from ..plans.graph_plan import GraphPlan, PlanNode
-from ..plans.grid import Grid, Part, Shown
+from ..planner.graph_plan import GraphPlan
+from ..planner.grid import Grid, Part, Shown
+from ..planner.plan_data import PlanNode
+from ..planner.plan_text import dtype_word, has_units, short, style
 from ..plans.page.render import data_of, html
-from ..plans.plan_text import dtype_word, has_units, short, style
 from .histogram import RANGES, chart_of
 
 WORST = 8  # rows of a table

@@ -16,25 +16,24 @@ import torch
 from torch import fx, nn
 
 from .. import ir
+from ..capture.pipeline import Planned
 from ..capture.surroundings import around_now
 from ..compiler.backend import planned_or_why
-from ..compiler.plan_graph import Facts, Planned
+from ..compiler.plan_graph import Facts
 from ..compiler.training import fp32_parameters, scale_for
 from ..errors import MPCompileError
 from ..ir.scale import INIT_SCALE, ScaleRule
 from ..observe.record import Numbers, Record, moved
 from ..observe.watch import Exact, Keeping, Observer, gradient_units
-from ..planner.target import device_of, target_of
-from ..plans.graph_plan import GraphPlan, plan_of_left
+from ..planner.graph_plan import GraphPlan, plan_of_left
+from ..planner.target import Repairs, device_of, target_of
 from ..rules.policy import Level
 from ..runtime.half_inputs import widened
 from ..runtime.module_call import running
-from ..scaling.overflows import weakly
-from ..scaling.skipped_steps import Repairs
 from ..settings import Settings
 from ..torch_inside.modules import buffers_of, names_in
 from ..torch_inside.names import pytree
-from ..torch_inside.owned_backend import compiled_apart, nothing_happened
+from ..torch_inside.owned_backend import compiled_apart, nothing_happened, weakly
 from ..torch_inside.tracing_settings import settings_for
 
 Loss = Callable[[Any], torch.Tensor]

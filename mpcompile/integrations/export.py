@@ -19,9 +19,10 @@ from torch import fx, nn
 from torch.export import ExportedProgram
 
 from .. import ir
+from ..capture.pipeline import Planned
 from ..capture.surroundings import Around
 from ..compiler.backend import planned_or_why
-from ..compiler.plan_graph import Facts, Planned
+from ..compiler.plan_graph import Facts
 from ..compiler.training import fp32_parameters
 from ..errors import MPCompileError, warn
 from ..ir import aten

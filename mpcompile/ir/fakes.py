@@ -10,7 +10,13 @@ from typing import Any
 
 import torch
 
-from ..torch_inside.names import FakeTensor, FakeTensorMode, TracingContext, top_saved_hooks
+from ..torch_inside.names import (
+    FakeTensor,
+    FakeTensorMode,
+    TracingContext,
+    suggest_memory_format,
+    top_saved_hooks,
+)
 
 
 def fake_twin(value: Any, context: TracingContext | None = None) -> Any:
@@ -61,6 +67,16 @@ def duplicate(value: torch.Tensor) -> torch.Tensor:
     extent = 1 + sum((size - 1) * stride for size, stride in pairs)
     memory = value.as_strided((extent,), (1,)).clone()
     return memory.as_strided(value.shape, value.stride())
+
+
+def memory_for(
+    master: torch.Tensor, dtype: torch.dtype, shape: Sequence[int] | None = None
+) -> torch.Tensor:
+    """Memory for a copy of `master` in `dtype`, padded with zeros where `shape` is larger."""
+    if shape is None or tuple(shape) == tuple(master.shape):
+        return torch.empty_like(master, dtype=dtype, requires_grad=False)
+    stored = torch.zeros(tuple(shape), dtype=dtype, device=master.device)
+    return stored.contiguous(memory_format=suggest_memory_format(master))
 
 
 @contextlib.contextmanager

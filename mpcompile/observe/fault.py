@@ -15,7 +15,8 @@ from torch import fx
 
 from .. import ir
 from ..ir.dtypes import HALF
-from ..plans.graph_plan import GraphPlan, PlanNode
+from ..planner.graph_plan import GraphPlan
+from ..planner.plan_data import PlanNode
 from .record import BackwardStep, Numbers, Record
 
 _UNKNOWN = Numbers(amax=float("inf"))

@@ -24,7 +24,7 @@ from ..ir.dtypes import HALF
 from ..ir.units import GradFn, between, grad_fns
 from ..torch_inside.graphs import schema
 from ..torch_inside.names import OpOverload, autocast_off, pytree
-from ..torch_inside.tensors import version
+from ..torch_inside.tensors import is_float, version
 from .record import BackwardStep, Numbers, Record, Shares, floats_of, histogram
 
 
@@ -258,12 +258,8 @@ def _narrowed(result: Any, of: object) -> Any:
     return result if value is None else result.to(value.dtype)
 
 
-def _is_float(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.is_floating_point()
-
-
 def _in_fp32(value: Any) -> Any:
-    return value.float() if _is_float(value) else value
+    return value.float() if is_float(value) else value
 
 
 class _Pass(torch.autograd.Function):
@@ -284,7 +280,7 @@ def _passed(value: Any) -> Any:
     """What a run gets for an input, so that the gradient of a leaf is recorded, too, and no hook
     stays behind on a parameter. Writes to it reach the input.
     """
-    if not _is_float(value) or not value.requires_grad or not value.is_leaf:
+    if not is_float(value) or not value.requires_grad or not value.is_leaf:
         return value
     return _Pass.apply(value)  # type: ignore[no-untyped-call]
 
@@ -303,7 +299,7 @@ class _Widen(torch.autograd.Function):
 
 
 def _in_fp64(value: Any) -> Any:
-    if not _is_float(value) or value.dtype is torch.float64:
+    if not is_float(value) or value.dtype is torch.float64:
         return value
     return _Widen.apply(value)  # type: ignore[no-untyped-call]
 

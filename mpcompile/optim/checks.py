@@ -19,7 +19,7 @@ from ..scaling.parameters import parameters_of
 from ..settings import OPTIONS
 from ..torch_inside.distributed import overlaps_backward
 from ..torch_inside.inductor import check_how
-from ..torch_inside.optimizers import without_wrappers
+from ..torch_inside.optimizers import needs_closure
 from ..torch_inside.private_names import Part, refuse
 from .masters import is_low
 
@@ -104,12 +104,6 @@ def check(
     if options is not None and not isinstance(options, Mapping):
         raise MPCompileError(f"MPOptimizer(options={options!r}): give a dict of Inductor's options")
     check_inductor(mode, options)
-
-
-def needs_closure(cls: type[Optimizer]) -> bool:
-    """Whether a step runs the model by itself, perhaps several times, as that of LBFGS."""
-    closure = inspect.signature(without_wrappers(cls.step)).parameters.get("closure")
-    return closure is not None and closure.default is inspect.Parameter.empty
 
 
 def _check_wrapper(name: str, optimizer: Optimizer) -> None:

@@ -25,11 +25,11 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from .. import ir
+from ..capture.compile_log import Dump, trace_step
 from ..devices.registry import capabilities
 from ..ir.fakes import like
 from ..ir.scale import STATE_DTYPES, ScaleState, settled
 from ..ir.step_config import FACTOR, NORM, SKIPPED, Slot
-from ..plans.compile_log import Dump, trace_step
 from ..torch_inside.names import FakeTensorMode, norm_of_each
 from .compiled import Emit, Program
 from .members import StepConfig

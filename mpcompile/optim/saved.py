@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from ..errors import MPCompileError
-from ..plans.plan_text import shortened
+from ..errors import MPCompileError, shortened
 from ..ranks.zero import is_zero
 from ..scaling.loss_scale import LossScale
 from ..scaling.parameters import parameters_of

@@ -17,10 +17,10 @@ from torch import fx
 from torch.optim import Optimizer
 
 from .. import ir, logs
+from ..capture.compile_log import Dump, trace_step
 from ..devices.registry import capabilities
 from ..ir.dtypes import HALF
 from ..ir.step_config import CopyLayout, Slot
-from ..plans.compile_log import Dump, trace_step
 from ..ranks.shards import local
 from ..scaling.copies import WorkingCopy
 from .elementwise import check_state, refuse_mixing

@@ -1,1 +1,3 @@
-"""The cost of each precision, and the assignment of precisions that costs least."""
+"""The cost of each precision, the assignment of precisions that costs least, and what was decided:
+`GraphPlan`, the plan of one graph, as plain data that prints itself and answers questions.
+"""

@@ -8,7 +8,8 @@ A plan depends on no other facts of the device, nor on where tensors lie while t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from .. import profile
 from ..devices.capabilities import Capabilities
 from ..devices.registry import capabilities, is_supported
 from ..errors import CannotRewrite
+from ..ir.text import Place
 from ..rules import kernels
 from ..rules.policy import Target
 
@@ -59,3 +61,28 @@ def device_of(inputs: Sequence[Any]) -> torch.device:
     if not is_supported(device):
         raise CannotRewrite(f"device {device.type!r} is not supported")
     return device
+
+
+MOST = 8  # repairs of one training
+
+
+@dataclass
+class Repairs:
+    """The operators that are pinned, and the events that led to it.
+
+    Attributes:
+        events: one sentence for each repair, in order.
+        pins: the operators -> the reason; replaced by each repair.
+    """
+
+    events: list[str] = field(default_factory=list)
+    pins: Mapping[Place, str] = field(default_factory=dict)
+
+    @property
+    def used_up(self) -> bool:
+        return len(self.events) >= MOST
+
+    def add(self, event: str, pins: Mapping[Place, str]) -> None:
+        """Pin operators, each with its reason; takes effect where a graph is compiled."""
+        self.events.append(event)
+        self.pins = {**self.pins, **pins, **self.pins}

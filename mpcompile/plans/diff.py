@@ -19,10 +19,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import MPCompileError
-from . import plan_text
-from .grid import Grid, Part, Shown
-from .plan_data import GraphData, PlanData, PlanNode
-from .plan_text import short, style
+from ..planner import plan_text
+from ..planner.grid import Grid, Part, Shown
+from ..planner.plan_data import GraphData, PlanData, PlanNode
+from ..planner.plan_text import short, style
 
 
 @dataclass(frozen=True)

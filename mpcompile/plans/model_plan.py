@@ -10,15 +10,13 @@ from typing import Any
 
 from .. import stored
 from ..errors import MPCompileError
-from . import plan_text
+from ..planner import plan_text
+from ..planner.graph_plan import GraphPlan
+from ..planner.grid import Part, Shown, as_text
+from ..planner.plan_data import PlanData
+from ..planner.why import Answer, answer
 from .diff import PlanDiff, difference
-from .graph_plan import GraphPlan
-from .grid import Part, Shown, as_text
 from .page.render import render
-from .plan_data import ENOUGH, ModuleLine, OutsideLine, PlanData
-from .why import Answer, answer
-
-__all__ = ["ENOUGH", "ModuleLine", "OutsideLine", "Plan"]
 
 
 class Plan(Shown, PlanData):

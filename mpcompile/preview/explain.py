@@ -23,31 +23,29 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from .. import ir
 from .._version import __version__
+from ..capture.pipeline import Planned
 from ..capture.surroundings import around_now
 from ..compiler.backend import planned_or_why, why_left
-from ..compiler.plan_graph import Facts, Planned
-from ..compiler.training import fp32_parameters, scale_for
+from ..compiler.graph_function import split
+from ..compiler.plan_graph import Facts
+from ..compiler.training import fp32_parameters, owned_in, scale_for, stored_shapes
 from ..devices.autocast import noting_regions
 from ..devices.cuda import AbsentGPU
 from ..devices.gpus import gpu
 from ..errors import MPCompileError, in_one_line, warn
-from ..ir.fakes import fake_twin
-from ..lower.emitter import emit
-from ..lower.joint import JointPasses, joint_passes
-from ..planner.target import device_of, place_of, target_of
+from ..ir.fakes import fake_twin, memory_for
+from ..planner.graph_plan import GraphPlan, plan_of_left
+from ..planner.outside_products import aside, counted
+from ..planner.partitioned import Partitioned
+from ..planner.plan_data import ModuleLine, OutsideLine
+from ..planner.target import Repairs, device_of, place_of, target_of
 from ..planner.times import ATTENTION
-from ..plans.graph_plan import GraphPlan, plan_of_left
-from ..plans.model_plan import ModuleLine, OutsideLine, Plan
-from ..plans.partitioned import Partitioned
+from ..plans.model_plan import Plan
 from ..rules.policy import Level, Policy, Target
 from ..runtime.check_module import check_call, check_module, matched_nothing
 from ..runtime.half_inputs import widened, widens_inputs
 from ..runtime.left_to_python import looked_into
-from ..runtime.outside_products import aside, counted
 from ..runtime.records import pinned_in, settings_like, studied
-from ..scaling import copies, parameters
-from ..scaling.overflows import weakly
-from ..scaling.skipped_steps import Repairs
 from ..settings import OPTIONS, LevelWord, Pads, Settings, documented
 from ..torch_inside.breaks import users_frame, why_it_ends
 from ..torch_inside.modules import names_in
@@ -58,7 +56,7 @@ from ..torch_inside.names import (
     TorchRuntimeError,
     pytree,
 )
-from ..torch_inside.owned_backend import compiled_apart, nothing_compiled
+from ..torch_inside.owned_backend import compiled_apart, nothing_compiled, weakly
 from ..torch_inside.tracing_settings import settings_for, traced_with
 from .stand_ins import Answers, StandIns, no_trace
 
@@ -241,13 +239,7 @@ class Planner:
         scaling = [torch.zeros((), device=beside, requires_grad=leaf) for leaf in kinds]
         fixed = [fake_twin(copy) for copy in working]
         given = inputs.assembled(example_inputs, fixed, scaling)
-        # Passes over the joint graph call kernels of the device, which an absent one can't have.
-        joint = joint_passes(
-            self.settings.level, facts.target.device, recompute=self.settings.recompute
-        )
-        if self.absent is not None:
-            joint = JointPasses(keeps_casts=joint.keeps_casts, recomputes=joint.recomputes)
-        run = self._emit(planned.graph, given, replace(planned.plan, ends_with=ends_with), joint)
+        run = self._emit(planned.graph, given, replace(planned.plan, ends_with=ends_with), facts)
         flops = planned.plan.tensor_cores.flops
         return counted(lambda *args: run(*inputs.assembled(args, working, scaling)), flops)
 
@@ -256,8 +248,7 @@ class Planner:
     ) -> Callable[..., Any]:
         device = place_of(example_inputs) if self.absent is None else self.absent.device
         left = replace(plan_of_left(reason, device), ends_with=why_it_ends(gm))
-        joint = JointPasses(recomputes=self.settings.recompute)
-        return counted(self._emit(gm, example_inputs, left, joint), 0)
+        return counted(self._emit(gm, example_inputs, left), 0)
 
     def _facts(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Facts:
         target = self.absent or target_of(device_of(example_inputs), self.settings.dtype)
@@ -276,14 +267,8 @@ class Planner:
         """The inputs that the graph may read as low copies -> the shape that a copy has already."""
         if self.settings.level is not Level.O2 or self.mp_optimizer is False:
             return {}
-        held = {
-            i: x
-            for i, x in fp32_parameters(originals).items()
-            if self.mp_optimizer or parameters.owner_of(x) is not None
-        }
-        if self.absent is not None:
-            return dict.fromkeys(held)
-        return {i: copies.stored_shape(x, low) for i, x in held.items()}
+        held = fp32_parameters(originals) if self.mp_optimizer else owned_in(originals)
+        return dict.fromkeys(held) if self.absent else stored_shapes(held, originals, low)
 
     def _working_copies(
         self, planned: Planned, example_inputs: Sequence[Any], low: torch.dtype
@@ -293,18 +278,16 @@ class Planner:
         working = []
         for k, of in planned.inputs.copies.items():
             master, shape = example_inputs[of], ir.value(placeholders[k]).shape
-            stored = copies.memory_for(master, low, shape)
+            stored = memory_for(master, low, shape)
             working.append(stored.requires_grad_(master.requires_grad))
         return working
 
     def _emit(
-        self, gm: fx.GraphModule, inputs: Sequence[Any], plan: GraphPlan, joint: JointPasses
+        self, gm: fx.GraphModule, inputs: Sequence[Any], plan: GraphPlan, facts: Facts | None = None
     ) -> Callable[..., Any]:
         found = Partitioned(gm, {node.name for node in plan.nodes})
-        run = emit(
-            gm, inputs, "inductor", options={"joint_custom_pre_pass": found.joint}, joint=joint,
-            untouched=plan.left is not None, inner=found.inner,
-        )  # fmt: skip
+        device = None if facts is None else facts.target.device
+        run = split(gm, inputs, self.settings, found, device, is_there=self.absent is None)
         self.graphs.append(replace(plan, saved=tuple(found.saved), backward=found.backward))
         return run
 

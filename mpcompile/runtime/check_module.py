@@ -7,16 +7,16 @@ import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from ..devices.registry import is_supported, supported
 from ..errors import MPCompileError, did_you_mean
-from ..ir.dtypes import HALF, half_of
+from ..ir.dtypes import HALF, half_of, is_trained_fp16, refuse_fp16
 from ..passes.graph.replace_operators import RETURNED
-from ..plans.graph_plan import GraphPlan
+from ..planner.graph_plan import GraphPlan
 from ..ranks import ddp
 from ..rules.other_words import hint_for
 from ..rules.policy import Level
@@ -178,21 +178,6 @@ def _check_low(where: str, low: dict[str, torch.Tensor], dtype: torch.dtype | No
             )
         if is_trained_fp16(parameter):
             refuse_fp16(where, name)
-
-
-def is_trained_fp16(value: object) -> bool:
-    """Whether it is a parameter whose gradient would be FP16."""
-    half = isinstance(value, torch.nn.Parameter) and value.dtype is torch.float16
-    return half and value.requires_grad  # type: ignore[attr-defined]
-
-
-def refuse_fp16(where: str, name: str) -> NoReturn:
-    """Raise MPCompileError: the FP16 parameter of this name is trained there."""
-    raise MPCompileError(
-        f"{where} is already in half precision ({name} is float16), and {name} is trained: small "
-        "gradients would become zero. Call model.float() first, for FP32 master weights, or load "
-        "it in torch.bfloat16. Frozen FP16 weights (requires_grad=False) are taken"
-    )
 
 
 def _word(dtype: torch.dtype) -> str:

@@ -27,14 +27,13 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..devices.registry import is_supported
-from ..errors import MPCompileError, warn
+from ..errors import MPCompileError, shortened, warn
+from ..planner.graph_plan import GraphPlan
+from ..planner.outside_products import Outside
+from ..planner.plan_data import ENOUGH
 from ..planner.target import target_of
-from ..plans.graph_plan import GraphPlan
-from ..plans.model_plan import ENOUGH
-from ..plans.plan_text import shortened
 from ..torch_inside.modules import compiled_call, plain_call, set_compiled_call
 from ..torch_inside.owned_backend import entry
-from .outside_products import Outside
 
 CompilePart = Callable[[nn.Module], Callable[..., Any]]
 

@@ -29,9 +29,11 @@ from torch import nn
 
 from ..devices.autocast import noting_regions, refuse_autocast_forward, without_autocast
 from ..errors import MPCompileError
+from ..planner.outside_products import aside
 from ..ranks import fsdp
 from ..scaling import parameters, uncalled
 from ..scaling.kept_copies import follow_grad_mode
+from ..torch_inside import given_up
 from ..torch_inside.modules import (
     buffers_of,
     compiled_call,
@@ -43,10 +45,8 @@ from ..torch_inside.names import BackendCompilerFailed, autocast_is_on, torchscr
 from ..torch_inside.owned_backend import compiled_by, entry, shared_entry
 from ..torch_inside.tensors import mark_on, version
 from ..torch_inside.tracing_settings import is_inlined, settings_for, traced_with
-from . import given_up
 from .half_inputs import refuse_written, widened, widens_inputs
 from .left_to_python import ProductsCheck, enter_by_itself
-from .outside_products import aside
 from .regions import Regions, hooks_of
 from .sharded_call import between_hooks, ends_graph, own_forward, parts_of
 

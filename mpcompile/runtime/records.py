@@ -9,10 +9,10 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..errors import MPCompileError, kind_of
-from ..plans.graph_plan import GraphPlan
+from ..planner.graph_plan import GraphPlan
+from ..planner.target import Repairs
 from ..scaling import parameters
 from ..scaling.loss_scale import LossScale
-from ..scaling.skipped_steps import Repairs
 from ..settings import OPTIONS, Settings
 from ..torch_inside.modules import unwrapped
 from ..torch_inside.private_names import Part, refuse

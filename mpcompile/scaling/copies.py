@@ -30,6 +30,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from ..devices.registry import capabilities
+from ..ir.fakes import memory_for
 from ..ir.step_config import CopyLayout
 from ..torch_inside.names import keeps_graph, suggest_memory_format
 from ..torch_inside.tensors import holders, hooks_on, version
@@ -78,16 +79,6 @@ class MasterWeight(nn.Parameter):
 
 
 _DATA: Any = torch.Tensor.data
-
-
-def memory_for(
-    master: torch.Tensor, dtype: torch.dtype, shape: Sequence[int] | None = None
-) -> torch.Tensor:
-    """Memory for a copy of `master` in `dtype`, padded with zeros where `shape` is larger."""
-    if shape is None or tuple(shape) == tuple(master.shape):
-        return torch.empty_like(master, dtype=dtype, requires_grad=False)
-    stored = torch.zeros(tuple(shape), dtype=dtype, device=master.device)
-    return stored.contiguous(memory_format=suggest_memory_format(master))
 
 
 class WorkingCopy:

@@ -23,13 +23,14 @@ from typing import Any
 import torch
 
 from ..ir.scale import INIT_SCALE, Ruled, ScaleRule, ScaleState, rule_of
+from ..planner.target import Repairs
 from ..torch_inside.distributed import active_ddp
 from ..torch_inside.names import running_backward
 from .live_scale import LiveScale, Stepped
 from .messages import Messages
 from .overflows import Overflows
 from .scale_search import Search
-from .skipped_steps import Repairs, SkippedInARow
+from .skipped_steps import SkippedInARow
 
 _SETTINGS = tuple(field.name for field in dataclasses.fields(ScaleRule))
 

@@ -17,6 +17,7 @@ import torch
 
 from .. import logs
 from ..errors import warn
+from ..torch_inside.tensors import is_bad, is_float
 from .overflows import any_nonfinite
 from .scale_search import after_backward
 
@@ -135,7 +136,7 @@ class Seen:
         received: Sequence[torch.Tensor],
     ) -> Seen:  # fmt: skip
         """Look at a call, whose first inputs have these names; waits for the device."""
-        came, made = bool(any_nonfinite(received)), [x.detach() for x in results if _is_float(x)]
+        came, made = bool(any_nonfinite(received)), [x.detach() for x in results if is_float(x)]
         bad = [(n, x) for n, x in zip(names, inputs, strict=False) if is_bad(x)]
         return cls(
             tuple(name for name, _ in bad),
@@ -170,16 +171,3 @@ def outside(calls: Sequence[Seen]) -> str | None:
             "not: look at the targets and at the loss"
         )
     return None
-
-
-def _is_float(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.is_floating_point()
-
-
-def is_bad(value: Any) -> bool:
-    """Whether an input is not finite. Minus infinity is: it masks out."""
-    if not _is_float(value):
-        return False
-    value = value.detach()
-    dense = value.coalesce().values() if value.is_sparse else value
-    return bool((dense.isnan() | dense.isposinf()).any())

@@ -12,7 +12,7 @@ Where DistributedDataParallel averages the gradients, one rank's leaf is not ask
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,7 @@ from torch.utils.hooks import RemovableHandle
 from ..errors import MPCompileError
 from ..ranks.shards import Ranks, local, ranks_of
 from ..torch_inside.names import norm_of_each
+from ..torch_inside.owned_backend import weakly
 from ..torch_inside.tensors import Mark, found_by, mark_of, mark_on
 from .async_read import AsyncRead
 
@@ -268,17 +269,6 @@ class Overflows:
                     "overflowed went into an update that no optimizer made. Put such an update "
                     "under `if not loss_scale_of(model).overflowed():`"
                 )
-
-
-def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
-    """A method, for who must not keep its object alive: after that has gone, it returns None."""
-    ref = weakref.WeakMethod(method)
-
-    def call(*args: Any) -> Any:
-        living = ref()
-        return None if living is None else living(*args)
-
-    return call
 
 
 def _is_finite(parameter: torch.Tensor) -> torch.Tensor:

@@ -5,11 +5,9 @@ forward is noted, and what overflows in it pinned to FP32 (`compiler/repair.py`)
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from typing import Any
 
-from ..ir.text import Place
 from .live_scale import LiveScale, Stepped
 from .messages import Messages
 from .scale_search import after_backward
@@ -65,28 +63,3 @@ class SkippedInARow:
             self._said.in_a_row(self.skipped, self._live.scale)
         self.pending, self.skipped = False, 0
         self.calls.clear()
-
-
-MOST = 8
-
-
-@dataclass
-class Repairs:
-    """The operators that are pinned, and the events that led to it.
-
-    Attributes:
-        events: one sentence for each repair, in order.
-        pins: the operators -> the reason; replaced by each repair.
-    """
-
-    events: list[str] = field(default_factory=list)
-    pins: Mapping[Place, str] = field(default_factory=dict)
-
-    @property
-    def used_up(self) -> bool:
-        return len(self.events) >= MOST
-
-    def add(self, event: str, pins: Mapping[Place, str]) -> None:
-        """Pin operators, each with its reason; takes effect where a graph is compiled."""
-        self.events.append(event)
-        self.pins = {**self.pins, **pins, **self.pins}

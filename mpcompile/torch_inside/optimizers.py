@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch.optim import Optimizer
 
 from .names import step_post_hooks, step_pre_hooks
+
+
+def needs_closure(cls: type[Optimizer]) -> bool:
+    """Whether a step runs the model by itself, perhaps several times, as that of LBFGS."""
+    closure = inspect.signature(without_wrappers(cls.step)).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
 
 
 def has_hooks(optimizer: Optimizer) -> bool:

@@ -67,6 +67,17 @@ def compiled_by(
     return compiled
 
 
+def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
+    """A method, for who must not keep its object alive: after that has gone, it returns None."""
+    ref = weakref.WeakMethod(method)
+
+    def call(*args: Any) -> Any:
+        living = ref()
+        return None if living is None else living(*args)
+
+    return call
+
+
 def with_own_code(function: Callable[..., Any], name: str) -> types.FunctionType:
     """A copy of a function, whose code has this name for Dynamo."""
     drop_unused()

@@ -191,3 +191,16 @@ def for_each_sample(
 def sparse_values(gradient: torch.Tensor) -> torch.Tensor:
     """The values of a sparse tensor that may name a place twice: `values()` refuses one."""
     return gradient._values()
+
+
+def is_float(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
+
+
+def is_bad(value: Any) -> bool:
+    """Whether an input is not finite. Minus infinity is: it masks out."""
+    if not is_float(value):
+        return False
+    value = value.detach()
+    dense = value.coalesce().values() if value.is_sparse else value
+    return bool((dense.isnan() | dense.isposinf()).any())

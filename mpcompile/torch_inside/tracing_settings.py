@@ -138,9 +138,7 @@ def _left_out() -> set[Callable[..., Any]]:
 
 
 def call_back(begin: Callable[[Any], None], end: Callable[[Any], None]) -> None:
-    """As `dynamo.call_back`, but a reset of Dynamo's forgets it for no longer than until the next
-    call of what we have compiled.
-    """
+    """As `dynamo.call_back`; after a reset of Dynamo's, again from the next call of ours on."""
     _callbacks[begin] = end
     _listen()
 

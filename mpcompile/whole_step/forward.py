@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..compiler.graph_call import check_constants, constants_of
-from ..compiler.plan_graph import Planned, plan_graph
+from ..capture.pipeline import Planned
+from ..compiler.graph_call import check_constants
+from ..compiler.plan_graph import plan_graph
 from ..compiler.repair import repair
 from ..compiler.training import Training, training_of
 from ..errors import CannotRewrite
@@ -23,8 +24,8 @@ from ..ir import aten
 from ..ir.inputs import GraphInputs
 from ..ir.spec import AsPlanned
 from ..ir.targets import CHECKPOINT
+from ..planner.graph_plan import O0_ASKED, GraphPlan, plan_of_left
 from ..planner.target import place_of
-from ..plans.graph_plan import O0_ASKED, GraphPlan, plan_of_left
 from ..rules import RNN_OPS
 from ..rules.policy import Level
 from ..scaling import copies, guard
@@ -85,7 +86,7 @@ class Forward:
         run_by = AsPlanned if self.plan.left is None else fx.Interpreter
         results = run_by(self.graph).run(*self.layout.assembled(given, leaves, scaling))
         if self.scale is not None:
-            check_constants(results, constants_of(self.graph))
+            check_constants(results, self.graph.meta["mp_constant_results"])
         return TracedForward(self, leaves, used, counter, results)
 
 

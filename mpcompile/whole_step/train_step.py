@@ -22,7 +22,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ..errors import CannotRewrite, MPCompileError, in_one_line, warn
 from ..optim.eager import op_by_op
 from ..optim.shadow import StateAppeared
-from ..plans.graph_plan import GraphPlan
+from ..planner.graph_plan import GraphPlan
 from ..settings import Settings
 from ..torch_inside.breaks import users_frame
 from ..torch_inside.names import BackendCompilerFailed, FailOnRecompileLimitHit, reset_code

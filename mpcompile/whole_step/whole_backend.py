@@ -20,7 +20,7 @@ from .. import ir
 from ..compiler.backend import compile_graph
 from ..errors import CannotRewrite
 from ..optim.members import Setting
-from ..plans.graph_plan import GraphPlan
+from ..planner.graph_plan import GraphPlan
 from ..ranks.shards import is_distributed
 from ..scaling import hooks, uncalled
 from ..scaling.parameters import is_leaf

@@ -1,4 +1,4 @@
 """Passes over a captured graph, `pass_(gm: fx.GraphModule, config: Config) -> bool`.
 
-`mpcompile/plans/pipeline.py` lists them in order and runs them.
+`mpcompile/capture/pipeline.py` lists them in order and runs them.
 """

@@ -162,14 +162,14 @@ def test_one_graph(kind: Callable[..., Tensor]) -> None:
 @pytest.mark.parametrize("level", ["O0", "O1"])
 def test_broken_where_it_can_not_be_compiled(level: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Inductor can't compile all of them (in torch 2.13 `selected`, in its backward)."""
-    compiling = graph_function._emit
+    compiling = graph_function.emit
 
     def refusing(gm: Any, *args: Any, **kwargs: Any) -> Any:
         if any("masked_select" in str(node.target) for node in gm.graph.nodes):
             raise RuntimeError("no code for this size")
         return compiling(gm, *args, **kwargs)
 
-    monkeypatch.setattr(graph_function, "_emit", refusing)
+    monkeypatch.setattr(graph_function, "emit", refusing)
     net = mpcompile(program(selected), level=level, dtype=torch.float16, emit="aot_eager")
     x = torch.rand(6, 8)
     net(x).sum().backward()

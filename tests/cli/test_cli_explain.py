@@ -11,9 +11,10 @@ from factories import nets, squeezed
 from reports import node
 
 from mpcompile import cli
-from mpcompile.plans.graph_plan import GraphPlan
-from mpcompile.plans.model_plan import OutsideLine, Plan
-from mpcompile.plans.tensor_core_report import TensorCoreOp, TensorCoreReport
+from mpcompile.planner.graph_plan import GraphPlan
+from mpcompile.planner.plan_data import OutsideLine
+from mpcompile.planner.tensor_core_report import TensorCoreOp, TensorCoreReport
+from mpcompile.plans.model_plan import Plan
 
 __all__ = ["nets"]
 

@@ -22,8 +22,8 @@ from mpcompile.devices.registry import accumulate_in_fp32, capabilities, check_a
 from mpcompile.errors import MPCompileWarning
 from mpcompile.lower.joint import JointPasses, joint_passes
 from mpcompile.passes.joint.lowered_faults import read_low_results
+from mpcompile.planner.graph_plan import GraphPlan
 from mpcompile.planner.target import target_of
-from mpcompile.plans.graph_plan import GraphPlan
 from mpcompile.profile import Profile, store
 from mpcompile.rules.policy import Level, Target
 from mpcompile.runtime.check_module import check_module

@@ -16,9 +16,9 @@ from repository import ROOT
 from torch import nn
 
 from mpcompile import MPCompileWarning, Policy, compiled_plans, mpcompile
+from mpcompile.capture import compile_log
 from mpcompile.devices.capabilities import TensorCores
 from mpcompile.devices.registry import capabilities, check_accumulation
-from mpcompile.plans import compile_log
 from mpcompile.profile import store
 from mpcompile.profile.store import empty_profile
 from mpcompile.rules import Recurrent, kernels

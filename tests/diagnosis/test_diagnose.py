@@ -12,9 +12,9 @@ from module_of import function_of, module_of
 from torch import fx, nn
 
 from mpcompile import LossScale, MPOptimizer, diagnose, mpcompile
+from mpcompile.capture import pipeline
 from mpcompile.errors import CannotRewrite
 from mpcompile.observe.fault import FaultKind
-from mpcompile.plans import pipeline
 
 FP16: dict[str, Any] = {"dtype": "float16"}
 

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from mpcompile.diagnosis.sides import Run, Sides, run_low
 from mpcompile.observe.record import EXPONENTS, Numbers, Record, Shares, histogram
 from mpcompile.observe.watch import Observer, gradient_units
-from mpcompile.scaling.skipped_steps import Repairs
+from mpcompile.planner.target import Repairs
 from mpcompile.settings import Settings
 
 

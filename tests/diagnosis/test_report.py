@@ -17,7 +17,7 @@ import mpcompile
 from mpcompile import diagnose
 from mpcompile.diagnosis.report import UpdateErrors, render
 from mpcompile.observe.record import EXPONENTS, Shares
-from mpcompile.plans.graph_plan import GraphPlan
+from mpcompile.planner.graph_plan import GraphPlan
 
 # -- what diagnose counts --------------------------------------------------------------------------
 

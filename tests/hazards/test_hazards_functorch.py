@@ -16,9 +16,9 @@ from torch import nn
 from torch.func import grad, grad_and_value, hessian, jacfwd, jacrev, jvp, vjp, vmap
 
 from mpcompile import MPCompileError, MPOptimizer, mpcompile, train_step
+from mpcompile.capture import compile_log
 from mpcompile.compiler import graph_call
 from mpcompile.ir import spec, units
-from mpcompile.plans import compile_log
 from mpcompile.scaling import fit_scale
 
 Transformed = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]

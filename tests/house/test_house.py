@@ -132,7 +132,7 @@ OTHER_VOCABULARIES = {
     "passes/joint": "AOTAutograd's joint graph, after Inductor's decompositions",
     "mpcompile/optim": "a traced optimizer step, functional",
     "mpcompile/lower/inference.py": "the same, and whole training steps",
-    "mpcompile/plans/partitioned.py": "the forward graph that AOTAutograd parts from the joint",
+    "mpcompile/planner/partitioned.py": "the forward graph that AOTAutograd parts from the joint",
 }
 
 

@@ -140,7 +140,7 @@ def add_pass(copy: Copy, text: str, *, after: str) -> None:
         ("    name_relus,", after),
         ('    "name_relus": "clamp_min stays",', "MAY_BE_DISABLED: Mapping"),
     ):
-        copy.insert("mpcompile/plans/pipeline.py", f"{line}\n", after=before)
+        copy.insert("mpcompile/capture/pipeline.py", f"{line}\n", after=before)
 
 
 def test_add_a_pass(copy: Copy) -> None:

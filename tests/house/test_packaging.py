@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from repository import PACKAGE, PASSES, ROOT, sources
+from repository import PACKAGE, PASSES, ROOT, imported, is_file, sources, unit_of
 
 import mpcompile
 from mpcompile.torch_inside.version import RANGE
@@ -35,15 +35,14 @@ LAYERS = (
     {"padding", "verify"},
     {"planner"},
     {"passes"},
-    {"plans", "scaling"},
+    {"capture", "lower", "plans", "scaling"},
     {"observe"},
-    {"capture", "lower"},
     {"settings"},
     {"runtime"},
     {"compiler", "optim"},
     {"whole_step"},
-    {"api"},
-    {"diagnosis", "integrations", "preview", "steps"},
+    {"api", "diagnosis", "preview"},
+    {"integrations", "steps"},
     {"demo"},
     {"cli"},
     {"__main__"},
@@ -56,42 +55,6 @@ def height(unit: str) -> int:
         if unit in layer:
             return index
     raise AssertionError(f"mpcompile.{unit} stands in no layer: place it in LAYERS")
-
-
-def unit_of(path: Path) -> str:
-    """`mpcompile/plans/model_plan.py` -> `"plans"`, `passes/graph/noop_casts.py` -> `"passes"`."""
-    if path.is_relative_to(PASSES):
-        return "passes"
-    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
-
-
-def imported(path: Path) -> set[str]:
-    """Dotted paths below the package that a file imports anywhere: `{"ir", "plans.model_plan"}`.
-
-    A name taken from the package root that is no submodule comes back as `"<root>"`.
-    """
-    if path.is_relative_to(PASSES):
-        package = ["mpcompile", "passes", *path.relative_to(PASSES).parts[:-1]]
-    else:
-        package = ["mpcompile", *path.relative_to(PACKAGE).parts[:-1]]
-    found: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            targets = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            base = package[: len(package) + 1 - node.level] if node.level else []
-            module = ".".join([*base, *([node.module] if node.module else [])])
-            targets = [f"{module}.{alias.name}" for alias in node.names]
-        else:
-            continue
-        for target in targets:
-            parts = target.split(".")
-            if parts[0] != "mpcompile":
-                continue
-            below = parts[1:]
-            known = below and ((PACKAGE / below[0]).is_dir() or is_file(below[0]))
-            found.add(".".join(below) if known else "<root>")
-    return found
 
 
 def name_of(path: Path) -> str:
@@ -108,10 +71,6 @@ def file_of(target: str) -> str:
             return target
         target = target.rpartition(".")[0]
     return target
-
-
-def is_file(module: str) -> bool:
-    return (PACKAGE / f"{module}.py").is_file()
 
 
 @functools.cache

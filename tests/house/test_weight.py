@@ -9,7 +9,7 @@ import io
 import tokenize
 from collections.abc import Iterator
 
-from repository import ROOT, sources
+from repository import ROOT, imported, sources, unit_of
 
 LIMITS = {
     "lines of source": 39834,
@@ -18,7 +18,13 @@ LIMITS = {
     "lines of tests": 59689,
     "warnings that count more than two frames": 0,
     "registries of modules": 25,
+    "arrows between the nine parts": 24,
 }
+# settings, errors, logs, devices, torch_inside, operators, verify, stored, steps and demo are none.
+PARTS = (
+    "api cli integrations", "compiler capture", "ir rules planner profile padding passes", "lower",
+    "runtime", "scaling", "optim whole_step", "ranks", "observe diagnosis plans preview",
+)  # fmt: skip
 _NO_CODE = {
     tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,
     tokenize.ENDMARKER,
@@ -55,6 +61,14 @@ def _registries(tree: ast.Module) -> Iterator[str]:
             yield ast.unparse(target)
 
 
+def _arrows() -> set[tuple[str, str]]:
+    """The parts that import something of another part, with that one."""
+    part = {room: rooms for rooms in PARTS for room in rooms.split()}
+    found = {(unit_of(p), target.split(".")[0]) for p in sources() for target in imported(p)}
+    arrows = {(part[a], part[b]) for a, b in found if part.keys() >= {a, b}}
+    return {(a, b) for a, b in arrows if a != b}
+
+
 def _counted_frames(tree: ast.Module) -> Iterator[int]:
     for node in ast.walk(tree):
         if isinstance(node, ast.keyword) and node.arg == "stacklevel":
@@ -73,9 +87,14 @@ def _weight() -> dict[str, int]:
             level > 2 for tree in trees for level in _counted_frames(tree)
         ),
         "registries of modules": sum(1 for tree in trees for _ in _registries(tree)),
+        "arrows between the nine parts": len(_arrows()),
     }
 
 
 def test_it_only_falls() -> None:
     grown = {k: n for k, n in _weight().items() if n > LIMITS[k]}
     assert grown == {}
+
+
+def test_a_step_calls_no_model() -> None:
+    assert ("optim whole_step", "runtime") not in _arrows()

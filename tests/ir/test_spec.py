@@ -13,11 +13,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
 from mpcompile import ir
+from mpcompile.capture import pipeline
 from mpcompile.errors import CannotRewrite
 from mpcompile.ir import spec
 from mpcompile.ir.inputs import FOUND, SCALE, GraphInputs
 from mpcompile.passes.graph.scale_gradients import scale_gradients
-from mpcompile.plans import pipeline
 from mpcompile.rules.policy import Precision
 
 

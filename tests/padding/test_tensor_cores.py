@@ -15,7 +15,7 @@ from mpcompile import Policy, compiled_plans, ir, mpcompile
 from mpcompile.demo.gpt import GPT, GPTConfig
 from mpcompile.ir.shapes import Product
 from mpcompile.padding.products import product
-from mpcompile.plans.tensor_core_report import TensorCoreReport
+from mpcompile.planner.tensor_core_report import TensorCoreReport
 
 
 def report(model: nn.Module, *inputs: Tensor, **options: Any) -> TensorCoreReport:

@@ -13,7 +13,7 @@ from module_of import module_of
 from torch import nn
 
 from mpcompile import MPCompileError, MPOptimizer, compiled_plans, mpcompile
-from mpcompile.plans import pipeline
+from mpcompile.capture import pipeline
 
 PASSES = tuple(pipeline.MAY_BE_DISABLED)
 

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 import mpcompile
 from mpcompile import Policy, ir
+from mpcompile.capture import pipeline
 from mpcompile.ir import spec
 from mpcompile.passes.graph.guard_aliases import guard_aliases
 from mpcompile.passes.graph.own_memory import keep_compared
-from mpcompile.plans import pipeline
 
 # -- guard_aliases ---------------------------------------------------------------------------------
 
@@ -236,10 +236,10 @@ def test_all_readers_read_what_is_kept() -> None:
 def test_results_that_share_memory_still_do() -> None:
     made = stage(lambda h: (h, h.view(-1), h.amax(1)))
     assert kept(made) == ["gelu_kept"]
-    for pass_ in mpcompile.plans.pipeline.PASSES:
+    for pass_ in mpcompile.capture.pipeline.PASSES:
         if pass_.__name__ in ("scale_gradients", "clean"):
             pass_(made.gm, made.config)
-            mpcompile.plans.pipeline.verify(made.gm, pass_.__name__)
+            mpcompile.capture.pipeline.verify(made.gm, pass_.__name__)
 
 
 def test_a_graph_that_compares_otherwise_is_refused() -> None:
@@ -247,4 +247,4 @@ def test_a_graph_that_compares_otherwise_is_refused() -> None:
     (node,) = (n for n in made.gm.graph.nodes if n.name == "gelu_kept")
     node.replace_all_uses_with(node.args[0])
     with pytest.raises(spec.SpecError, match="compares gelu"):
-        mpcompile.plans.pipeline.verify(made.gm, "clean")
+        mpcompile.capture.pipeline.verify(made.gm, "clean")

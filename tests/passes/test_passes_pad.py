@@ -15,11 +15,11 @@ from torch import Tensor, fx, nn
 from torch.utils.checkpoint import checkpoint
 
 from mpcompile import ir
+from mpcompile.capture import pipeline
 from mpcompile.passes.graph.higher_order import outline
 from mpcompile.passes.graph.place_pads import place_pads
 from mpcompile.passes.graph.plan_pads import plan_pads
 from mpcompile.passes.graph.scale_gradients import scale_gradients
-from mpcompile.plans import pipeline
 from mpcompile.rules.policy import Policy, TensorCores
 
 

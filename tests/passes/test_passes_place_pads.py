@@ -13,9 +13,9 @@ from padded_graphs import PAD, SLICE, Chain, nodes, ours, pads_of_weights, place
 from torch import Tensor
 
 from mpcompile import ir
+from mpcompile.capture import pipeline
 from mpcompile.ir import spec
 from mpcompile.passes.graph.read_copies import read_copies
-from mpcompile.plans import pipeline
 from mpcompile.rules.policy import Policy
 
 # -- chains and weights ----------------------------------------------------------------------------

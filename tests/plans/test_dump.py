@@ -16,7 +16,7 @@ from run_apart import ran
 from torch import nn
 
 from mpcompile import compiled_plans, mpcompile
-from mpcompile.plans.pipeline import PASSES
+from mpcompile.capture.pipeline import PASSES
 
 
 def block() -> nn.Module:

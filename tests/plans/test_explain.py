@@ -20,8 +20,8 @@ from mpcompile import (
     loss_scale_of,
     mpcompile,
 )
+from mpcompile.planner.partitioned import BackwardNode
 from mpcompile.plans import Plan
-from mpcompile.plans.graph_plan import BackwardNode
 
 X = torch.ones(4, 8)
 

@@ -17,7 +17,7 @@ from torch._dynamo.utils import counters
 from torch._subclasses.fake_tensor import FakeTensor
 
 from mpcompile import MPOptimizer, compiled_plans, explain, loss_scale_of, mpcompile
-from mpcompile.plans import compile_log
+from mpcompile.capture import compile_log
 from mpcompile.preview.explain import Planner
 from mpcompile.preview.stand_ins import StandIns
 from mpcompile.scaling import guard, parameters, uncalled

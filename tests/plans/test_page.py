@@ -17,12 +17,13 @@ from torch import nn
 
 from mpcompile import MPCompileError, explain, plan_for
 from mpcompile.diagnosis import report as reported
-from mpcompile.plans.graph_plan import BackwardNode, GraphPlan, Line, PlanNode
-from mpcompile.plans.model_plan import ModuleLine, Plan
+from mpcompile.planner.graph_plan import GraphPlan
+from mpcompile.planner.partitioned import BackwardNode, Saved
+from mpcompile.planner.plan_data import Line, ModuleLine, PlanNode
+from mpcompile.planner.plan_text import verdict
+from mpcompile.planner.tensor_core_report import TensorCoreOp, TensorCoreReport
+from mpcompile.plans.model_plan import Plan
 from mpcompile.plans.page.render import aligned, charts_of, render
-from mpcompile.plans.partitioned import Saved
-from mpcompile.plans.plan_text import verdict
-from mpcompile.plans.tensor_core_report import TensorCoreOp, TensorCoreReport
 
 MEGABYTE = 1_000_000
 

@@ -10,7 +10,7 @@ import pytest
 from browser import driver as driver
 
 from mpcompile.planner.min_cut import NEVER
-from mpcompile.plans.graph_plan import PlanNode
+from mpcompile.planner.plan_data import PlanNode
 from mpcompile.plans.model_plan import Plan
 
 pytest.importorskip("selenium")

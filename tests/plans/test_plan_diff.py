@@ -10,9 +10,9 @@ from plans import cast, graph, large, lines_run, node, plan
 from small_calls import Calls, X, in_two_graphs, net
 
 from mpcompile import MPCompileError, Policy, plan_for
+from mpcompile.planner.partitioned import Saved
 from mpcompile.plans import Plan, PlanNode
 from mpcompile.plans.diff import PlanDiff
-from mpcompile.plans.partitioned import Saved
 
 REWRITTEN, SCALED = "rewritten, gradients not scaled", "rewritten, gradients scaled"
 

@@ -14,7 +14,8 @@ from module_of import module_of
 from torch import fx, nn
 
 from mpcompile import MPOptimizer, ir, scaling
-from mpcompile.compiler.plan_graph import Planned, plan_graph
+from mpcompile.capture.pipeline import Planned
+from mpcompile.compiler.plan_graph import plan_graph
 from mpcompile.compiler.training import training_of
 from mpcompile.settings import Settings
 

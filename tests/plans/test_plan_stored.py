@@ -14,10 +14,9 @@ from small_calls import X, net
 from mpcompile import MPCompileError, Policy, compiled_plans, mpcompile, plan_for
 from mpcompile.devices.gpus import GPU
 from mpcompile.planner.min_cut import NEVER, MinimumCut
+from mpcompile.planner.partitioned import BackwardNode, Saved
+from mpcompile.planner.tensor_core_report import TensorCoreReport
 from mpcompile.plans import GraphPlan, Plan, PlanNode
-from mpcompile.plans.graph_plan import BackwardNode
-from mpcompile.plans.partitioned import Saved
-from mpcompile.plans.tensor_core_report import TensorCoreReport
 
 DTYPES = st.sampled_from([torch.float32, torch.float16, torch.bfloat16, torch.int64])
 NUMBERS = st.floats(allow_nan=False, allow_infinity=False)

@@ -12,9 +12,10 @@ from small_calls import Calls, X, in_two_graphs
 
 from mpcompile import plan_for
 from mpcompile.devices.gpus import gpu
-from mpcompile.plans.graph_plan import BackwardNode, GraphPlan
-from mpcompile.plans.grid import Grid
-from mpcompile.plans.tensor_core_report import TensorCoreOp, TensorCoreReport
+from mpcompile.planner.graph_plan import GraphPlan
+from mpcompile.planner.grid import Grid
+from mpcompile.planner.partitioned import BackwardNode
+from mpcompile.planner.tensor_core_report import TensorCoreOp, TensorCoreReport
 
 
 def products(*ops: TensorCoreOp, **facts: Any) -> GraphPlan:

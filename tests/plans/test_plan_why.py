@@ -13,8 +13,8 @@ from torch import nn
 
 from mpcompile import MPCompileError, plan_for
 from mpcompile.planner.min_cut import NEVER, MinimumCut
+from mpcompile.planner.partitioned import BackwardNode
 from mpcompile.plans import Plan
-from mpcompile.plans.graph_plan import BackwardNode
 
 
 def block() -> nn.Module:

@@ -24,7 +24,7 @@ from mpcompile import (
     compiled_plans,
     mpcompile,
 )
-from mpcompile.plans import pipeline
+from mpcompile.capture import pipeline
 
 pytestmark = pytest.mark.inside
 

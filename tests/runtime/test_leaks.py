@@ -13,7 +13,7 @@ from torch import fx, nn
 
 from mpcompile import MPOptimizer, loss_scale_of, mpcompile
 from mpcompile.optim.step import CompiledStep
-from mpcompile.plans.graph_plan import GraphPlan
+from mpcompile.planner.graph_plan import GraphPlan
 from mpcompile.scaling.loss_scale import LossScale
 from mpcompile.torch_inside.owned_backend import compiled_by, drop_unused, with_own_code
 

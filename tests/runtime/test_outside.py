@@ -20,7 +20,8 @@ from mpcompile import (
     explain,
     mpcompile,
 )  # fmt: skip
-from mpcompile.plans.model_plan import OutsideLine, Plan
+from mpcompile.planner.plan_data import OutsideLine
+from mpcompile.plans.model_plan import Plan
 from mpcompile.scaling.copies import copies_of
 
 X = torch.randn(4, 16)

@@ -20,7 +20,7 @@ from mpcompile import (
     loss_scale_of,
     mpcompile,
 )
-from mpcompile.plans.graph_plan import GraphPlan
+from mpcompile.planner.graph_plan import GraphPlan
 
 BLOCKS, WIDTH = 4, 16
 

@@ -25,7 +25,8 @@ from ranks import on_each_rank
 from torch import nn
 
 from mpcompile import LossScale, compiled_plans, explain, loss_scale_of, mpcompile
-from mpcompile.scaling import guard, skipped_steps
+from mpcompile.planner import target
+from mpcompile.scaling import guard
 
 PARTS = [Activation, Square, Steep]
 HOW = [("O1", False), ("O1", True), ("O2", False), ("O2", True)]  # level, whether MPOptimizer
@@ -213,7 +214,7 @@ def test_a_model_beside_it_keeps_its_scale() -> None:
 
 
 def test_repairs_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(skipped_steps, "MOST", 1)
+    monkeypatch.setattr(target, "MOST", 1)
 
     def forward(m: Any, x: torch.Tensor) -> Any:
         """The second part is only reached once the first is repaired."""

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 import mpcompile
-from mpcompile.plans.graph_plan import GraphPlan
+from mpcompile.planner.graph_plan import GraphPlan
 
 # Relative to the norm of each tensor: a few roundings deep in FP16 (2**-11) or BF16 (2**-8).
 TOLERANCE = {torch.float16: 1e-2, torch.bfloat16: 6e-2}

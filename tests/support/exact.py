@@ -9,11 +9,11 @@ from torch import fx, nn
 from torch.fx.node import map_aggregate
 
 from mpcompile import ir
+from mpcompile.capture import pipeline
 from mpcompile.capture.capture import capture
 from mpcompile.capture.surroundings import around_now
 from mpcompile.devices.capabilities import TensorCores
 from mpcompile.ir import aten
-from mpcompile.plans import pipeline
 from mpcompile.rules.policy import Config, Level
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)

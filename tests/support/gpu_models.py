@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from mpcompile.demo.gpt import GPT, GPTConfig
-from mpcompile.plans.graph_plan import GraphPlan
+from mpcompile.planner.graph_plan import GraphPlan
 
 
 def mlp() -> tuple[nn.Module, Any]:

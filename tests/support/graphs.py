@@ -9,9 +9,9 @@ from expecttest import assert_expected_inline
 from torch import fx
 
 from mpcompile import ir
+from mpcompile.capture import pipeline
 from mpcompile.capture.capture import capture
 from mpcompile.capture.surroundings import around_now
-from mpcompile.plans import pipeline
 from mpcompile.rules.policy import Config, Level, Policy, TensorCores
 
 

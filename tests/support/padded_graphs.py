@@ -10,9 +10,9 @@ from graphs import Stage
 from torch import Tensor, fx, nn
 
 from mpcompile import ir
+from mpcompile.capture import pipeline
 from mpcompile.ir.shapes import Alignment
 from mpcompile.passes.graph.place_pads import place_pads
-from mpcompile.plans import pipeline
 from mpcompile.rules import Kind
 
 PAD, SLICE = "constant_pad_nd", "slice"

@@ -10,8 +10,10 @@ from torch import nn
 from benchmarks.models import resnet18
 from mpcompile import Policy, compiled_plans, mpcompile, plan_for
 from mpcompile.demo.gpt import GPT, GPTConfig
-from mpcompile.plans.graph_plan import BackwardNode, GraphPlan
-from mpcompile.plans.model_plan import ModuleLine, Plan
+from mpcompile.planner.graph_plan import GraphPlan
+from mpcompile.planner.partitioned import BackwardNode
+from mpcompile.planner.plan_data import ModuleLine
+from mpcompile.plans.model_plan import Plan
 
 
 @functools.cache

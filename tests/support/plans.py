@@ -5,9 +5,8 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
+from mpcompile.planner.plan_data import Line, ModuleLine
 from mpcompile.plans import GraphPlan, Plan, PlanNode
-from mpcompile.plans.graph_plan import Line
-from mpcompile.plans.model_plan import ModuleLine
 
 
 def node(name: str, **facts: Any) -> PlanNode:

@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from mpcompile import LossScale, MPOptimizer, compiled_plans, mpcompile
-from mpcompile.plans.graph_plan import GraphPlan
+from mpcompile.planner.graph_plan import GraphPlan
 
 SCALE = 2.0**10
 """Of FP16 losses: given, so that no step is skipped in search of it."""

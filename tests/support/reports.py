@@ -5,7 +5,8 @@ from typing import Any
 from mpcompile.diagnosis.report import NodeNumbers, Report, UpdateErrors
 from mpcompile.observe.fault import Fault, FaultKind
 from mpcompile.observe.record import EXPONENTS, Numbers, Shares
-from mpcompile.plans.graph_plan import GraphPlan, PlanNode
+from mpcompile.planner.graph_plan import GraphPlan
+from mpcompile.planner.plan_data import PlanNode
 
 EVIL = "</script><img src=x onerror=alert(1)>"
 

@@ -197,7 +197,7 @@ def gone(*args: Any, **kwargs: Any) -> Any:
 
 
 def test_a_graph_that_needs_it_stays_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mpcompile.plans.pipeline.run", gone)
+    monkeypatch.setattr("mpcompile.capture.pipeline.run", gone)
     plain, model = net(), mpcompile(net(), **FP16)
     x = torch.randn(3, 6)
     with pytest.warns(MPCompileWarning, match=r"left a graph in FP32: .*has no torch\._thing"):

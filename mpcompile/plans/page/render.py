@@ -18,10 +18,10 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from ...ir.text import scaled
 from ...planner.min_cut import OF_RESULT
+from ...planner.plan_data import GraphData, Line, PlanData, PlanNode
+from ...planner.plan_text import bytes_by_dtype, dtype_word, has_units, outside, verdict
+from ...planner.why import what_was_weighed
 from ...rules.policy import around
-from ..plan_data import GraphData, Line, PlanData, PlanNode
-from ..plan_text import bytes_by_dtype, dtype_word, has_units, outside, verdict
-from ..why import what_was_weighed
 
 _HERE = Path(__file__).parent
 _SCRIPTS = (

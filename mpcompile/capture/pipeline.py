@@ -33,9 +33,9 @@ from ..passes.graph.plan_pads import plan_pads
 from ..passes.graph.read_copies import read_copies
 from ..passes.graph.replace_operators import expand_attention, fuse_head, narrow_softmax
 from ..passes.graph.scale_gradients import scale_gradients
+from ..planner.graph_plan import GraphPlan, lines_of, plan_of
 from ..rules.policy import Config
 from .compile_log import Dump, trace_graph
-from .graph_plan import GraphPlan, lines_of, plan_of
 
 Pass = Callable[[fx.GraphModule, Config], bool]
 

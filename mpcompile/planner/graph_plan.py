@@ -12,13 +12,10 @@ from .. import ir
 from ..rules.policy import Config, Precision
 from ..stored import restored
 from .grid import Part, Shown, as_text
-from .partitioned import BackwardNode
 from .plan_data import GraphData, Line, PlanNode
 from .plan_text import full_graph_parts, graph_parts, share_low
 from .tensor_core_report import tensor_core_report
 from .why import Answer, answer
-
-__all__ = ["BackwardNode", "GraphPlan", "Line", "PlanNode", "lines_of", "plan_of", "plan_of_left"]
 
 
 class GraphPlan(Shown, GraphData):

@@ -15,11 +15,10 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from ..errors import MPCompileError, warn
-from ..plans.plan_text import shortened
-from ..torch_inside.dynamo import whole_of
-from ..torch_inside.names import get_compilation_metrics
-from ..torch_inside.private_names import MissingInTorch
+from ..errors import MPCompileError, shortened, warn
+from .dynamo import whole_of
+from .names import get_compilation_metrics
+from .private_names import MissingInTorch
 
 _Code = tuple[str, str, int]  # a function's name, its file and first line
 

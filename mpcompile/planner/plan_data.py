@@ -13,9 +13,9 @@ from typing import Any
 
 from .. import ir
 from ..devices.gpus import GPU
-from ..planner.min_cut import OF_RESULT, MinimumCut, Weighed
 from ..rules.table import TABLE
 from ..verify.verdicts import Verify
+from .min_cut import OF_RESULT, MinimumCut, Weighed
 from .partitioned import BackwardNode, Saved
 from .tensor_core_report import TensorCoreReport
 

@@ -32,10 +32,11 @@ import torch
 from torch import fx
 
 from .. import ir, logs
+from ..errors import shortened
+from ..planner.graph_plan import GraphPlan
+from ..planner.plan_data import PlanNode
 from ..torch_inside.names import trace_structured
 from ..torch_inside.private_names import MissingInTorch
-from .graph_plan import GraphPlan, PlanNode
-from .plan_text import shortened
 
 log = logging.getLogger("mpcompile")
 _numbers = itertools.count()

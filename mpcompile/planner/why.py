@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 
-from ..errors import MPCompileError, did_you_mean
-from ..planner.min_cut import NEVER, OF_RESULT, Weighed
-from ..planner.objective import UNIT
+from ..errors import MPCompileError, did_you_mean, shortened
 from .grid import Grid, Part, as_text
+from .min_cut import NEVER, OF_RESULT, Weighed
+from .objective import UNIT
 from .partitioned import BackwardNode
 from .plan_data import GraphData, PlanNode
-from .plan_text import dtype_word, node_grid, runs_in, short, shortened
+from .plan_text import dtype_word, node_grid, runs_in, short
 
 Graphs = Mapping[int | None, GraphData]
 

@@ -17,6 +17,7 @@ import torch
 from ..devices.cuda import AbsentGPU
 from ..devices.gpus import GPU
 from ..devices.registry import capabilities
+from ..errors import shortened
 from ..ir import SHORT
 from ..ir.text import scaled
 from .grid import ADDED, STYLES, Grid, Part
@@ -298,12 +299,6 @@ def outside(plan: PlanData) -> str:
     names = shortened([line.path or plan.model for line in plan.outside])
     share = 1 - plan.share_in_graphs
     return f"outside of the graphs, in FP32: {names} ({share:.1%} of the product FLOPs)"
-
-
-def shortened(names: Sequence[str], most: int = 4) -> str:
-    """`"a, b, c, d and 3 more"`."""
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
 
 
 def _saved(plan: PlanData) -> str:
