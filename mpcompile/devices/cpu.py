@@ -61,7 +61,7 @@ class CPU(Capabilities):
     multi_tensor = False
     fewest_rows = 256  # fewer operations for each byte than a GPU
     turn = 1e-4
-    # Memory that a step frees goes back to the system, and is paged in anew in the next one.
+    # Memory that a step frees goes back to the system, and is paged in again in the next one.
     recomputes = True
     slow_bools = True
     convolves_channels_last = True  # for oneDNN

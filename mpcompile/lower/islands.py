@@ -63,7 +63,7 @@ from ..ir.fakes import fake_twin
 from ..ir.targets import ENTER_AUTOCAST
 from ..rules import PACKETS, RNN_OPS
 from ..torch_inside.names import TracingContext, enable_python_dispatcher, tracing
-from .sections import Section, bind, chained, outline, schedule
+from .sections import RunSection, bind, chained, outline, schedule
 
 Compiler = Callable[[fx.GraphModule, Sequence[Any]], Callable[..., Any]]
 
@@ -183,7 +183,7 @@ class _FakeRun(fx.Interpreter):
         super().__init__(gm)
         self.env = {**inputs, **{n: self.run_node(n) for n in gm.graph.find_nodes(op="get_attr")}}
 
-    def run_section(self, section: Section, context: TracingContext) -> None:
+    def run_section(self, section: RunSection, context: TracingContext) -> None:
         fake_mode = context.fake_mode
         assert fake_mode is not None
         with (

@@ -24,7 +24,7 @@ aten = torch.ops.aten
 
 
 @dataclass(frozen=True, eq=False)
-class Section(ir.Section):
+class RunSection(ir.Section):
     """Nodes that run together: an RNN node with its getitems or another operator that runs as it is
     (an island), or a piece to compile. `grad`: the grad mode it starts in.
     """
@@ -35,7 +35,7 @@ class Section(ir.Section):
 
 def schedule(
     graph: fx.Graph, base: bool, apart: Callable[[fx.Node], bool], symbols: Sequence[fx.Node] = ()
-) -> tuple[list[Section], bool]:
+) -> tuple[list[RunSection], bool]:
     """The sections in the order of the graph, and the grad mode at the graph's end.
 
     Every piece takes all symbols: Inductor can read `s` from an argument, but not from `2 * s`.
@@ -60,7 +60,7 @@ def schedule(
         if node.target is SET_GRAD_ENABLED:
             grad = bool(node.args[0])
     busy = [run for run in runs if any(n.target is not SET_GRAD_ENABLED for n in run[2])]
-    found = [Section.of(nodes, island=island, grad=begins) for island, begins, nodes in busy]
+    found = [RunSection.of(nodes, island=island, grad=begins) for island, begins, nodes in busy]
     position = {node: i for i, node in enumerate(graph.nodes)}
     for i, section in enumerate(found):
         taken = {*section.inputs, *(() if section.island else symbols)}
@@ -68,7 +68,7 @@ def schedule(
     return found, grad
 
 
-def outline(gm: fx.GraphModule, section: Section, base: bool) -> fx.GraphModule:
+def outline(gm: fx.GraphModule, section: RunSection, base: bool) -> fx.GraphModule:
     """The section as its own graph, with the notes that AOTAutograd reads from Dynamo's graphs."""
     graph, new = ir.cut(section.nodes, section.inputs)
     grad = section.grad

@@ -1,7 +1,7 @@
 """Runs a graph node by node, under autograd, and records its values and gradients.
 
     record = Record()
-    results = Watch(gm, record).run(*inputs)     # as gm(*inputs), at the speed of eager torch
+    results = Observer(gm, record).run(*inputs)  # as gm(*inputs), at the speed of eager torch
     loss_of(results).backward()                  # the rest of the record is filled here
 
 The graph is one that passes rewrite, before checkpoints are folded back: captured (the FP32

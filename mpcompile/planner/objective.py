@@ -3,7 +3,7 @@
     total = sum over values  stored(v) + time(v) + doubt(v) + weights(v)
           + sum over edges   cast(u, v)   where u and v differ
 
-stored   A value that leaves its kernel is written once, and read once for each reader behind it: 4
+stored   A value that leaves its kernel is written once, and read once for each reader after it: 4
          bytes an element each time in FP32, 2 in FP16 and BF16; the difference is counted. A value
          leaves if a reader is in another kernel (`Fusion`), or if the backward reads it. A
          reader that is already LOW doesn't count: it gets a low copy in any case.

@@ -23,7 +23,7 @@ from ..errors import MPCompileError
 from ..ranks.shards import Ranks, local, ranks_of
 from ..torch_inside.names import norm_of_each
 from ..torch_inside.owned_backend import weakly
-from ..torch_inside.tensors import Mark, found_by, mark_of, mark_on
+from ..torch_inside.tensors import TensorMark, found_by, mark_of, mark_on
 from .async_read import AsyncRead
 
 
@@ -95,7 +95,7 @@ class Overflows:
     def __init__(self) -> None:
         self._leaves: dict[torch.device, torch.Tensor] = {}
         # Of parameters whose gradients the graphs make: whether they were finite at first.
-        self._was_finite: weakref.WeakKeyDictionary[Mark, torch.Tensor] = (
+        self._was_finite: weakref.WeakKeyDictionary[TensorMark, torch.Tensor] = (
             weakref.WeakKeyDictionary()
         )
         self._count = Count()

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from ..torch_inside.tensors import Mark, mark_of, mark_on, marks_match, marks_of
+from ..torch_inside.tensors import TensorMark, mark_of, mark_on, marks_match, marks_of
 from .loss_scale import LossScale
 
 
@@ -98,7 +98,7 @@ class Derived:
     """
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[list[weakref.ref[Mark]], Any]] = {}
+        self._known: dict[int, tuple[list[weakref.ref[TensorMark]], Any]] = {}
 
     def of(self, parameters: Sequence[torch.Tensor]) -> Any:
         """What was derived of these very tensors, or None."""

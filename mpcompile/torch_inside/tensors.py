@@ -55,7 +55,7 @@ def is_enabled(autocast: torch.autocast) -> bool:
 MARK = "_mp_mark"
 
 
-class Mark:
+class TensorMark:
     """Stands for a tensor where it must not be kept alive, and holds what is known of it.
 
     The tensor has it in its `__dict__`. To a weak reference to the tensor itself torch objects: it
@@ -85,25 +85,25 @@ class Mark:
         return None
 
 
-def mark_on(tensor: torch.Tensor) -> Mark | None:
+def mark_on(tensor: torch.Tensor) -> TensorMark | None:
     """The mark that a tensor has, or None."""
     found = tensor.__dict__.get(MARK)
-    return found if type(found) is Mark and found.of == id(tensor) else None
+    return found if type(found) is TensorMark and found.of == id(tensor) else None
 
 
-def mark_of(tensor: torch.Tensor) -> Mark:
+def mark_of(tensor: torch.Tensor) -> TensorMark:
     """The mark that a tensor has, or gets now."""
     with _marking:
         found = mark_on(tensor)
         if found is None:
-            found = tensor.__dict__[MARK] = Mark(id(tensor))
+            found = tensor.__dict__[MARK] = TensorMark(id(tensor))
     return found
 
 
 _marking = threading.RLock()
 
 
-def found_by(tensor: torch.Tensor) -> Mark:
+def found_by(tensor: torch.Tensor) -> TensorMark:
     """The mark of a tensor, by which it is found while it lives. A parameter stays swappable: it is
     a cycle with its mark, which goes when Python collects garbage. Another leaf, which may be new
     in each call, goes at once.
@@ -113,12 +113,12 @@ def found_by(tensor: torch.Tensor) -> Mark:
     return mark
 
 
-def marks_of(tensors: Iterable[torch.Tensor]) -> list[weakref.ref[Mark]]:
+def marks_of(tensors: Iterable[torch.Tensor]) -> list[weakref.ref[TensorMark]]:
     """By which `marks_match` tells whether they are the same tensors later."""
     return [weakref.ref(mark_of(tensor)) for tensor in tensors]
 
 
-def marks_match(marks: Sequence[weakref.ref[Mark]], tensors: Sequence[torch.Tensor]) -> bool:
+def marks_match(marks: Sequence[weakref.ref[TensorMark]], tensors: Sequence[torch.Tensor]) -> bool:
     """Whether these living tensors are those, in order, that `marks_of` was asked of."""
     pairs = zip(marks, tensors, strict=True)  # of those that are gone None, as a new one's mark
     return all((mark := mark_on(x)) is not None and ref() is mark for ref, x in pairs)
