@@ -88,7 +88,6 @@ def test_the_backward_reads_half(name: str, low: torch.dtype, add: float) -> Non
     for one, other, right in zip(
         rounded, exact, torch.autograd.grad(result, wide, weights(result)), strict=True
     ):
-        print(name, low, add, error(one, right), error(other, right))
         assert error(one, right) < 1.3 * error(other, right) + torch.finfo(low).eps / 4
     assert not torch.equal(rounded[0], exact[0])
 
@@ -143,7 +142,8 @@ def checkpointed(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     "function",
     [
-        in_fp32, of_an_input, returned, read_by_another, widened, of_anothers_spread, across, checkpointed,
+        in_fp32, of_an_input, returned, read_by_another, widened, of_anothers_spread, across,
+        checkpointed,
     ],
 )  # fmt: skip
 def test_left_as_it_is(function: Callable[..., Any]) -> None:
