@@ -169,10 +169,8 @@ def _of_tensors(builtin: Callable[..., Any], pairwise: Callable[..., Any]) -> Ca
     thread = threading.get_ident()
 
     def choose(*args: Any, **kwargs: Any) -> Any:
-        if threading.get_ident() != thread:
-            return builtin(*args, **kwargs)
         tensor = next((a for a in args if isinstance(a, torch.Tensor)), None)
-        if tensor is None or len(args) == 1:
+        if tensor is None or len(args) == 1 or threading.get_ident() != thread:
             return builtin(*args, **kwargs)
         numbers = (a if isinstance(a, torch.Tensor) else torch.full_like(tensor, a) for a in args)
         return functools.reduce(lambda x, y: pairwise(x, y.to(x.dtype)), numbers)

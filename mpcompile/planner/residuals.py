@@ -13,7 +13,7 @@ here. Nor are rows of a table: the step's low copy of the table is what was roun
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 from torch import fx
 
@@ -70,9 +70,7 @@ def _full_at_o1(graph: fx.Graph) -> set[fx.Node]:
     return full
 
 
-def _made_by_products(
-    graph: fx.Graph, values: Iterable[fx.Node]
-) -> Callable[[fx.Node, fx.Node], bool]:
+def _made_by_products(graph: fx.Graph, values: set[fx.Node]) -> Callable[[fx.Node, fx.Node], bool]:
     """Whether a node depends on one of these values with a product in between."""
     bits = {value: 1 << number for number, value in enumerate(values)}
     read: dict[fx.Node, int] = {}  # all values in one walk: some are read again in every layer

@@ -126,9 +126,8 @@ def _check_graph(gm: fx.GraphModule) -> None:
     if changes_settings():
         raise CannotRewrite("it changes settings or state of an optimizer; do that outside")
     check_reached(bool(backwards_of(gm.graph)))
-    for node in gm.graph.find_nodes(op="get_attr"):
-        if is_leaf(ir.attribute(gm, node)):
-            raise CannotRewrite("a parameter is a constant of the graph (mark_static_address)")
+    if any(is_leaf(ir.attribute(gm, node)) for node in gm.graph.find_nodes(op="get_attr")):
+        raise CannotRewrite("a parameter is a constant of the graph (mark_static_address)")
 
 
 def _check(example_inputs: Sequence[Any], settings: Settings) -> None:
