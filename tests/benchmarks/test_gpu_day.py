@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from gpus_by_name import ROOT, needs_a_cpu_build
+from gpus_by_name import needs_a_cpu_build
+from repository import ROOT
 
 from benchmarks.__main__ import devices, registry
 from benchmarks.gpu import packages, runner

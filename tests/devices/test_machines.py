@@ -2,9 +2,6 @@
 
 import json
 import logging
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from repository import ROOT
+from processes import python
 from torch import nn
 
 from mpcompile import MPCompileWarning, Policy, compiled_plans, mpcompile
@@ -272,14 +269,10 @@ for model, *inputs in cases:
 @pytest.mark.parametrize("profile", ["none", ""])
 def test_models_on_a_cpu_told_to_be_avx2(profile: str, tmp_path: Path) -> None:
     environment = {
-        **os.environ, "ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2",
-        store.VARIABLE: profile, "XDG_CACHE_HOME": str(tmp_path),
+        "ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", store.VARIABLE: profile,
+        "XDG_CACHE_HOME": str(tmp_path),
     }  # fmt: skip
-    run = subprocess.run(
-        [sys.executable, "-c", PROGRAM], cwd=ROOT, env=environment, capture_output=True, text=True,
-        check=False,
-    )  # fmt: skip
-    assert run.returncode == 0, run.stderr
+    run = python("-c", PROGRAM, **environment)
     for line in run.stdout.splitlines():
         products, _ = json.loads(line)
         assert products
@@ -312,11 +305,7 @@ assert read() == (False, False), read()
     ],
 )
 def test_sums_are_fp32_before_anything_is_compiled(ask: str) -> None:
-    run = subprocess.run(
-        [sys.executable, "-c", SETTINGS.format(ask=ask)], cwd=ROOT, capture_output=True, text=True,
-        check=False,
-    )  # fmt: skip
-    assert run.returncode == 0, run.stderr
+    python("-c", SETTINGS.format(ask=ask))
 
 
 @pytest.mark.parametrize(

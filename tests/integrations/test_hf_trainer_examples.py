@@ -1,11 +1,10 @@
 """Examples of Hugging Face's Trainer and of Accelerate, as they are run, or with fewer steps."""
 
-import subprocess
-import sys
 from types import ModuleType
 
 import pytest
 import torch
+from processes import python
 
 pytest.importorskip("transformers", minversion="5.0")
 pytest.importorskip("accelerate")
@@ -29,9 +28,7 @@ def test_precision_moves_the_loss_less_than_a_seed_does(example: ModuleType) -> 
 @pytest.mark.sweep("examples as they are, trained to their end")
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda m: m.__name__)
 def test_as_a_script(example: ModuleType) -> None:
-    file = str(example.__file__)
-    done = subprocess.run([sys.executable, file], capture_output=True, text=True, check=True)
-    assert "loss" in done.stdout
+    assert "loss" in python(str(example.__file__)).stdout
 
 
 def test_masters_keep_what_bf16_weights_lose() -> None:

@@ -1,8 +1,6 @@
 """A run that is stopped and resumed in a new process ends as if it had not been, bit for bit."""
 
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from loops import O1, O2, Way
+from processes import python
 from repository import ROOT, SUPPORT
 from torch import nn
 from trained_on_ranks import leaves
@@ -84,10 +83,7 @@ def resume_here(folder: str) -> None:
 
 def resume_elsewhere(folder: str) -> None:
     path = os.pathsep.join(map(str, (Path(__file__).parent, SUPPORT, ROOT)))
-    program = f"import test_loops_resume as t; t.resume({folder!r})"
-    subprocess.run(
-        [sys.executable, "-c", program], check=True, env={**os.environ, "PYTHONPATH": path},
-    )  # fmt: skip
+    python("-c", f"import test_loops_resume as t; t.resume({folder!r})", PYTHONPATH=path)
 
 
 @pytest.mark.slow("a loop in each way of training, against FP64")

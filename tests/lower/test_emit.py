@@ -1,15 +1,13 @@
 """emit: what comes out computes what the graph says, whatever compiles it."""
 
 import json
-import subprocess
-import sys
-from typing import Any
 
 import pytest
 import torch
 from miniature import HOWS, Net, compiled, leaf, results_and_grads
 from module_of import function_of
-from repository import ROOT, SUPPORT
+from processes import python
+from repository import SUPPORT
 from torch import fx
 
 from mpcompile.errors import MPCompileError
@@ -83,13 +81,7 @@ print(json.dumps(report))
 
 @pytest.mark.slow("compiles by Inductor")
 def test_caches_hit_in_a_second_process() -> None:
-    def child() -> dict[str, Any]:
-        command = [sys.executable, "-c", CHILD, str(SUPPORT)]
-        done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
-        assert done.returncode == 0, done.stderr
-        return json.loads(done.stdout)  # type: ignore[no-any-return]
-
-    cold, warm = child(), child()
+    cold, warm = (json.loads(python("-c", CHILD, str(SUPPORT)).stdout) for _ in range(2))
     for case, graphs in (("plain dynamic", 1), ("rnn static", 2)):
         for run in cold[case], warm[case]:
             assert "autograd_cache_bypass" not in run["aot_autograd"]

@@ -2,8 +2,6 @@
 
 import copy
 import gc
-import subprocess
-import sys
 import traceback
 import weakref
 from typing import Any
@@ -12,6 +10,7 @@ import pytest
 import torch
 from block_net import Net
 from module_of import module_of
+from processes import python
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -111,7 +110,7 @@ out = compiled(x)
 assert "mpcompile" in sys.modules
 assert not torch.equal(out, model(x)) and torch.allclose(out, model(x), atol=1e-2)
 """
-    subprocess.run([sys.executable, "-c", code], check=True)
+    python("-c", code)
 
 
 def test_backend_models_have_a_scale_by_their_parameters() -> None:

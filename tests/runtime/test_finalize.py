@@ -1,13 +1,12 @@
 """What `finalize` exports computes what the compiled model does, and needs no mpcompile."""
 
 import copy
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from processes import python
 from torch import nn
 from torch.export import Dim, ExportedProgram
 from torch.nn import functional as F
@@ -194,8 +193,7 @@ def test_a_saved_program_loads_without_mpcompile(tmp_path: Path) -> None:
     program = finalize(perceptron(), x, dtype="bf16")
     torch.export.save(program, tmp_path / "net.pt2")
     torch.save((x, program.module()(x)), tmp_path / "given.pt")
-    command = [sys.executable, "-c", LOADS, tmp_path / "net.pt2", tmp_path / "given.pt"]
-    subprocess.run(command, check=True, cwd=tmp_path)
+    python("-c", LOADS, "net.pt2", "given.pt", cwd=tmp_path)
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")

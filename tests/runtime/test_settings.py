@@ -2,10 +2,8 @@
 
 import dataclasses
 import inspect
-import os
 import pydoc
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -13,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from processes import python
 from torch import nn
 
 from mpcompile import LossScale, MPCompileError, MPOptimizer, cli, explain, mpcompile, plan_for
@@ -175,13 +174,8 @@ def test_adding_an_option_as_the_guide_says(tmp_path: Path) -> None:
         text = path.read_text()
         assert text.count(before) == 1
         path.write_text(text.replace(before, f"{line}\n{before}"))
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    done = subprocess.run(
-        [sys.executable, "-c", ADDED],
-        env=environment, cwd=tmp_path, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert "--greeting {hello,goodbye}" in done.stdout
+    said = python("-c", ADDED, cwd=tmp_path, PYTHONPATH=str(tmp_path)).stdout
+    assert "--greeting {hello,goodbye}" in said
 
 
 @pytest.mark.parametrize("apart", [False, True], ids=["mpcompile", "torch.compile"])

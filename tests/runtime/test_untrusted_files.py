@@ -2,14 +2,12 @@
 
 import ast
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import plans
 import pytest
+from processes import python
 from repository import ROOT, sources
 
 from mpcompile import Policy
@@ -84,12 +82,7 @@ def test_reading_a_file_runs_nothing(tmp_path: Path) -> None:
     (tmp_path / "policy_bad.toml").write_text(f"full = [{evil}]\n[modules]\n{evil} = {evil}\n")
 
     files = sorted(map(str, tmp_path.glob("p*_*.*")))
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, *files],
-        cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    done = python("-c", PROGRAM, *files, cwd=tmp_path)
     *read, did = done.stdout.splitlines()
     assert len(read) == len(files) == 8
     assert {line for line in read if "good" in line and not line.endswith(" read")} == set()

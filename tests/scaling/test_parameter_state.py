@@ -1,13 +1,11 @@
 """What is known of parameters and optimizers: one state for each, and hooks that wait for us."""
 
 import gc
-import subprocess
-import sys
 import weakref
 
 import pytest
 import torch
-from repository import ROOT
+from processes import python
 from torch import nn
 
 from mpcompile import LossScale, MPOptimizer
@@ -127,9 +125,7 @@ for _ in range(2):
     ],
 )
 def test_torch_is_hooked_once_something_may_be_compiled_and_not_before(compile_: str) -> None:
-    run = [sys.executable, "-c", COUNT_HOOKS.format(compile=compile_)]
-    done = subprocess.run(run, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    python("-c", COUNT_HOOKS.format(compile=compile_))
 
 
 ENDS = """
@@ -151,7 +147,4 @@ del owner
 @pytest.mark.slow("trainings that overflow, against FP64")
 def test_nothing_is_printed_where_an_optimizer_outlives_the_globals() -> None:
     """When Python ends, it sets the globals of modules to None before the last objects go."""
-    done = subprocess.run(
-        [sys.executable, "-c", ENDS], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    assert not done.stderr
+    assert not python("-c", ENDS).stderr

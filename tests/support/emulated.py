@@ -1,15 +1,11 @@
 """Tests on a GPU that is emulated (`benchmarks/emucuda/`), and processes that see one."""
 
-import functools
-import json
 import os
 import shutil
 import sys
-from typing import Any
 
 import pytest
 import torch
-from gpus_by_name import python
 
 EMULATED = "benchmarks.emucuda" in sys.modules
 """Whether this process sees an emulated GPU. It does from its start on, or never."""
@@ -32,11 +28,3 @@ def needs_a_compiler(*releases: str) -> pytest.MarkDecorator:
     else:
         reason = ""
     return pytest.mark.skipif(bool(reason), reason=reason)
-
-
-@functools.cache
-def told_by(script: str, gpu: str) -> Any:
-    """What `tests/support/<script>` prints as JSON in a process that sees the GPU; run once."""
-    run = python(f"tests/support/{script}", gpu, MPCOMPILE_PROFILE="none")
-    assert run.returncode == 0, run.stderr[-3000:]
-    return json.loads(run.stdout)

@@ -1,10 +1,8 @@
 """A short training in a process of its own, for tests of what a user sees."""
 
 import os
-import subprocess
-import sys
 
-from repository import ROOT
+from processes import python
 
 PROGRAM = """
 import torch
@@ -25,10 +23,5 @@ for factor in FACTORS:
 def ran(before: str = "", factors: tuple[float, ...] = (1.0,), **variables: str) -> str:
     """What the program prints to standard error, in a process of its own."""
     code = before + PROGRAM.replace("FACTORS", repr(factors))
-    kept = {k: v for k, v in os.environ.items() if not k.startswith("TORCH_")}
-    environment = {**kept, "PYTHONPATH": str(ROOT), **variables}
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return done.stderr
+    not_asked = dict.fromkeys(name for name in os.environ if name.startswith("TORCH_"))
+    return python("-c", code, **{**not_asked, **variables}).stderr

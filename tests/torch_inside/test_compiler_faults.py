@@ -1,8 +1,6 @@
 """Faults of Inductor and of the C++ compiler: right values through mpcompile."""
 
-import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from processes import python
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
@@ -239,10 +238,7 @@ def test_tiles_where_gcc_does_not_know_the_cpu(tmp_path: Path) -> None:
     wrapper = tmp_path / "g++"
     wrapper.write_text(f'#!/bin/sh\nexec {gcc} "$@" -mtune=generic\n')
     wrapper.chmod(0o755)
-    run = subprocess.run(
-        [sys.executable, "-c", _TILES], capture_output=True, text=True, check=True,
-        env={**os.environ, "CXX": str(wrapper), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)},
-    )  # fmt: skip
+    run = python("-c", _TILES, CXX=str(wrapper), TORCHINDUCTOR_CACHE_DIR=str(tmp_path))
     ours, theirs = map(int, run.stdout.split())
     assert ours == 0
     version = cxx.said(gcc, "-dumpversion").strip()

@@ -5,8 +5,6 @@ method of torch's stands where the release calls it.
 
 import ast
 import functools
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from repository import PACKAGE, ROOT, sources
+from processes import python
+from repository import PACKAGE, sources
 
 from mpcompile.torch_inside.names import pytree
 from mpcompile.torch_inside.private_names import GONE, MissingInTorch, Part, gone, needed_for
@@ -94,7 +93,7 @@ assert {part for part, _ in GONE} == {*Part}
 
 
 def test_the_import_needs_no_name() -> None:
-    subprocess.run([sys.executable, "-c", WITHOUT_ANY], cwd=ROOT, check=True, timeout=300)
+    python("-c", WITHOUT_ANY)
 
 
 # -- replacing -------------------------------------------------------------------------------------
