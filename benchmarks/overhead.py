@@ -104,14 +104,13 @@ class Arm:
     def run(self) -> tuple[float, ...]:
         """One step. Returns the seconds of each phase."""
         clock = time.perf_counter
-        times = [clock()]
+        begin = clock()
         loss = self.forward()
-        times.append(clock())
+        forward = clock()
         self.backward(loss)
-        times.append(clock())
+        backward = clock()
         self.update()
-        times.append(clock())
-        return tuple(end - start for start, end in itertools.pairwise(times))
+        return forward - begin, backward - forward, clock() - backward
 
 
 def run(settings: Settings) -> Report:

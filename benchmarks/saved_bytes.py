@@ -151,13 +151,10 @@ def planned_for_gpu() -> Iterator[None]:
 
 
 def _loss(model: nn.Module, way: Way, batch: Sequence[Tensor]) -> Tensor:
-    with autocast(way, batch[0].device):
+    kind = batch[0].device.type
+    with torch.autocast(kind, LOW) if way.autocast else contextlib.nullcontext():
         loss: Tensor = model(*batch)
     return loss
-
-
-def autocast(way: Way, device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    return torch.autocast(device.type, LOW) if way.autocast else contextlib.nullcontext()
 
 
 @contextlib.contextmanager

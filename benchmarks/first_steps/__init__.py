@@ -56,7 +56,6 @@ def run(settings: Settings) -> Report:
         notes=[*paragraphs(__doc__), *_how(work)],
         tables=[
             *(_table(level, runs) for level in LEVELS),
-            _again_table(runs),
             _cost_table(costs),
             _deep_table(work.deep, deep),
         ],
@@ -229,10 +228,10 @@ def _how(work: Work) -> list[str]:
         f"{work.steps} steps on {BATCHES} batches that come round; random weights and, but for the "
         f"text, random data. `emit={work.emit!r}`: the rewritten graph, operator by operator. "
         "The difference is the largest one of a loss to that of the same step in FP32, relative "
-        "to it; the last column is that of the rounded weights in FP32. With two models the "
-        "numbers are of the generator / the discriminator.",
-        "More runs: forward and backward passes of a graph beyond the ones asked for, over all "
-        "steps. Seconds: one cold first step at O1, optimizer "
+        "to it; FP32's is that of the rounded weights. With two models the numbers are of the "
+        "generator / the discriminator.",
+        "More runs: forward and backward passes of a graph beyond the ones asked for, which the "
+        "search makes, over all steps. Seconds: one cold first step at O1, optimizer "
         f"included, with `emit={work.compiler!r}` and empty caches.",
         f"Deep GPT: medians over rounds ({work.deep.rounds}) of all arms in turn; a ratio is the "
         "median of those within a round. Forward, backward and AdamW, from the call that compiles "
@@ -255,19 +254,12 @@ def _table(level: str, runs: Mapping[str, Mapping[str, Run]]) -> Table:
                 _numbers(one.first), _numbers(one.last), _numbers(one.skipped),
                 f"{difference(group, arm(level, scale)):.2%}",
             ]  # fmt: skip
-        rows.append([*cells, f"{difference(group, ROUNDED):.2%}"])
+        again = str(group[arm(level, FOUND)].again)
+        rows.append([*cells, f"{difference(group, ROUNDED):.2%}", again])
     columns = ("scale after 1", "after all", "skipped", "loss off by")
     ways = (f"{how}: {column}" for how in ("found", "65536") for column in columns)
     how = "a plain optimizer" if level == "O1" else "MPOptimizer"
-    return Table(f"{level} with {how}", ("model", *ways, "FP32 off by"), rows)
-
-
-def _again_table(runs: Mapping[str, Mapping[str, Run]]) -> Table:
-    rows = [
-        (name, *(str(group[arm(level, FOUND)].again) for level in LEVELS))
-        for name, group in runs.items()
-    ]
-    return Table("What the search runs", ("model", *(f"{x}: more runs" for x in LEVELS)), rows)
+    return Table(f"{level} with {how}", ("model", *ways, "FP32 off by", "more runs"), rows)
 
 
 def _cost_table(costs: Mapping[str, Mapping[str, float]]) -> Table:

@@ -50,8 +50,7 @@ def run(settings: Settings) -> Report:
     drawn once. Rows are kept in `benchmarks/scratch/` as they come, and a later run at the same
     commit goes on from there.
     """
-    rows = rows_of(DRAWS, QUICK, quick=settings.quick)
-    return make_report(paragraphs(__doc__), rows)
+    return make_report(paragraphs(__doc__), rows_of(DRAWS, QUICK, quick=settings.quick))
 
 
 # -- report ----------------------------------------------------------------------------------------
