@@ -193,10 +193,10 @@ def search() -> Iterator[Search]:
         asked.append(time.perf_counter() - start)
         return result
 
-    def time_find(*args: Any) -> Any:
+    def time_find(*args: Any, **kwargs: Any) -> Any:
         asked.clear()
         start = time.perf_counter()
-        result = find(*args)
+        result = find(*args, **kwargs)
         spent.seconds += time.perf_counter() - start - asked[0]
         return result
 
