@@ -83,57 +83,21 @@ _ABLATIONS: Lines = {
     ablations.FP32: ("0.7", "-", 5.0),
     ablations.MASTERS: ("tab:blue", "-", 1.5),
     ablations.HALF_WEIGHTS: ("tab:red", "-", 1.5),
-    ablations.UNSCALED: ("tab:red", "-", 1.5),
-    "FP16, scale 8": ("tab:orange", "-", 1.5),
-    "FP16, scale 128": ("tab:green", "--", 1.5),
-    ablations.DYNAMIC: ("tab:blue", ":", 1.5),
 }
 
 
 def draw_ablations(path: Path, report: Report) -> Figure:
-    """Two sets of loss curves and the histogram between what FP16 holds and what it does not."""
-    with _saved(path, (13, 4.2), font_size=9, axes_titlesize=10) as figure:
-        first, second, third = figure.subplots(1, 3)
-        first.set_title("FP16 weights lose small updates: training stalls")
-        _ablation(first, report["master weights"], "steps of SGD, learning rate 0.0005")
-        first.set_ylabel("training loss, cross-entropy")
-        second.set_title("Without loss scaling small gradients are lost")
-        _ablation(second, report["loss scaling"], "steps of Adam")
-        second.set_ylabel("training loss, mean squared error")
-        second.set_yscale("log")
-        third.set_title("Gradients of layers' outputs in FP32 training")
-        shares = report["activation gradients, share by octave"]
-        _octaves(third, {int(octave): share for octave, share in shares.items()})
-    return figure
-
-
-def _ablation(axes: Axes, runs: Report, label: str) -> None:
+    """Loss curves with FP32 master weights and without."""
+    runs = report["master weights"]
     seeds = runs[ablations.FP32]
-    _curves(axes, runs, seeds[0]["steps"], _ABLATIONS, band=0.15)
-    axes.set_xlabel(f"{label}; mean and range of {len(seeds)} seeds")
-    axes.legend(frameon=False)
-
-
-def _octaves(axes: Axes, shares: Mapping[int, float]) -> None:
-    """`shares` as `ablations.Magnitudes.shares` returns them."""
-    axes.bar(
-        [octave + 0.5 for octave in shares], [100 * x for x in shares.values()], 0.9, color="0.5"
-    )
-    axes.set_xlim(-46, 0)
-    axes.set_xlabel("log2 of the magnitude; shaded: zero in FP16")
-    axes.set_ylabel("share of all gradients, %")
-    axes.axvspan(-46, -25, color="tab:red", alpha=0.12, linewidth=0)
-    for exponent, what in ((-24, "smallest FP16 number"), (-14, "smallest normal FP16 number")):
-        axes.axvline(exponent, color="tab:red", linestyle="--")
-        axes.annotate(
-            f"$2^{{{exponent}}}$: {what}", (exponent, 1), xycoords=("data", "axes fraction"),
-            xytext=(3, -4), textcoords="offset points", rotation=90, va="top",
-        )  # fmt: skip
-    plain, by_8, by_128 = (f"{ablations.lost(shares, scale):.0%}" for scale in (1, 8, 128))
-    axes.annotate(
-        f"zero in FP16:\n{plain} unscaled\n{by_8} scaled by 8\n{by_128} scaled by 128",
-        (0.02, 0.97), xycoords="axes fraction", va="top",
-    )  # fmt: skip
+    with _saved(path, (5, 4.2), font_size=9, axes_titlesize=10) as figure:
+        axes = figure.subplots()
+        axes.set_title("FP16 weights lose small updates: training stalls")
+        _curves(axes, runs, seeds[0]["steps"], _ABLATIONS, band=0.15)
+        axes.set_xlabel(f"steps of SGD, learning rate 5e-4; mean and range of {len(seeds)} seeds")
+        axes.set_ylabel("training loss, cross-entropy")
+        axes.legend(frameon=False)
+    return figure
 
 
 # -- peers -----------------------------------------------------------------------------------------

@@ -38,8 +38,7 @@ def drawn(name: str, folder: Path) -> Figure:
 def names(figure: str) -> set[str]:
     """What the committed results call what a figure shows."""
     if figure == "ablations":
-        report = committed("ablations_cpu")
-        return {*report["master weights"], *report["loss scaling"]}
+        return {*committed("ablations_cpu")["master weights"]}
     if figure == "gradients":
         return {*committed("papers_cpu")["histograms"]}
     rows = committed(f"{figure}_cpu")["rows"]

@@ -1,31 +1,20 @@
 """Master weights and loss scaling left out, on a smaller scale than the benchmark: what breaks."""
 
-import dataclasses
+import itertools
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import nn
 
 from benchmarks import ablations
-from benchmarks.ablations import (
-    DYNAMIC,
-    FP32,
-    HALF_WEIGHTS,
-    MASTERS,
-    SCALES,
-    UNSCALED,
-    Magnitudes,
-    Outcome,
-    lost,
-    scaled_verdicts,
-    stored_verdicts,
-    train_scaled,
-    train_stored,
-    vanishes,
-)
+from benchmarks.ablations import FP32, HALF_WEIGHTS, MASTERS, Outcome, train, vanishes, verdicts
+from benchmarks.digits import digits
 from benchmarks.figures import draw_ablations
 from benchmarks.harness.report import Settings
+from mpcompile import mpcompile
 
 SEEDS = (0, 1, 2)
 
@@ -49,21 +38,6 @@ def test_updates_vanish_around_2_to_the_minus_11_of_the_weight(sign: int) -> Non
     assert not between.all()
 
 
-@pytest.mark.parametrize("scale", [1.0, 8.0, 1024.0])
-def test_the_histogram_knows_what_rounds_to_zero(scale: float) -> None:
-    generator = torch.Generator().manual_seed(0)
-    values = torch.exp2(-25 + 8 * torch.randn(10_000, generator=generator))
-    values = values * (torch.rand(10_000, generator=generator) - 0.5).sign()
-    values[:100] = 0
-    seen = Magnitudes()
-    for part in values.split(777):
-        seen.add(part)
-    zeros = ((values * scale).half() == 0).double().mean().item()
-    assert 0.01 < zeros < 0.9
-    assert lost(seen.shares(), scale) == pytest.approx(zeros, abs=1e-9)
-    assert sum(seen.shares().values()) == pytest.approx(0.99)
-
-
 # -- master weights -------------------------------------------------------------------------------
 
 
@@ -72,8 +46,8 @@ def test_the_histogram_knows_what_rounds_to_zero(scale: float) -> None:
 @pytest.mark.parametrize("seed", SEEDS)
 def test_without_master_weights_training_stalls(seed: int) -> None:
     steps = 250
-    full, masters, half = (train_stored(arm, seed, steps) for arm in (FP32, MASTERS, HALF_WEIGHTS))
-    assert half.shares["updates that vanish in FP16"] > 0.9
+    full, masters, half = (train(arm, seed, steps) for arm in (FP32, MASTERS, HALF_WEIGHTS))
+    assert half.vanishing > 0.9
     assert full.progress > 0.01
     assert masters.progress == pytest.approx(full.progress, rel=0.02)
     assert half.progress < full.progress / 3
@@ -82,8 +56,8 @@ def test_without_master_weights_training_stalls(seed: int) -> None:
 def test_updates_that_are_not_small_need_no_master_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     """The control: it is the size of the updates that makes the difference, not FP16 as such."""
     monkeypatch.setattr(ablations, "SMALL_RATE", 0.1)
-    full, half = (train_stored(arm, 0, 100) for arm in (FP32, HALF_WEIGHTS))
-    assert half.shares["updates that vanish in FP16"] < 0.5
+    full, half = (train(arm, 0, 100) for arm in (FP32, HALF_WEIGHTS))
+    assert half.vanishing < 0.5
     assert full.progress > 1
     assert half.progress == pytest.approx(full.progress, rel=0.05)
 
@@ -91,53 +65,62 @@ def test_updates_that_are_not_small_need_no_master_weights(monkeypatch: pytest.M
 # -- loss scaling ---------------------------------------------------------------------------------
 
 
+def autoencoder_trained(loss_scale: str | float | None, seed: int, weight: float) -> float:
+    """The loss of an autoencoder of digits after 140 steps of Adam; None: in FP32.
+
+    Args:
+        weight: of the loss. At 2^-11 gradients are as small as those of a mean over 2^24 outputs.
+    """
+    (images, _), (held_out, _) = digits(torch.device("cpu"))
+    torch.manual_seed(seed)
+    widths = itertools.pairwise((64, 128, 64, 32, 16, 32, 64, 128, 64))
+    layers = [(nn.Linear(a, b), nn.Tanh()) for a, b in widths]
+    model = nn.Sequential(*list(itertools.chain(*layers))[:-1])
+    # Adam's own epsilon is larger than many of these gradients, even in FP32.
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, eps=1e-12)
+    if loss_scale is not None:
+        torch._dynamo.reset()
+        mpcompile(model, dtype=torch.float16, loss_scale=loss_scale, emit="eager", strict=True)
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(140):
+        batch = images[torch.randint(len(images), (128,), generator=generator)]
+        (weight * F.mse_loss(model(batch), batch)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    with torch.no_grad():
+        return F.mse_loss(model.forward(held_out), held_out).item()
+
+
 @pytest.mark.slow("trainings that overflow, against FP64")
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_without_loss_scaling_training_stalls(seed: int) -> None:
-    steps = 140
-    gradients = Magnitudes()
-    full = train_scaled(FP32, seed, steps, gradients=gradients)
-    unscaled, eight, dynamic = (
-        train_scaled(arm, seed, steps) for arm in (UNSCALED, "FP16, scale 8", DYNAMIC)
+    full, unscaled, eight, dynamic = (
+        autoencoder_trained(scale, seed, 2.0**-11) for scale in (None, "none", 8.0, "dynamic")
     )
-    plain, by_8 = (lost(gradients.shares(), scale) for scale in (1, 8))
-    assert by_8 + 0.2 < plain > 0.8
-    zero = "weight gradients zero"
-    assert unscaled.shares[zero] > full.shares[zero] + 0.5
-    assert dynamic.shares[zero] == pytest.approx(full.shares[zero], abs=0.005)
-    assert full.after < full.before / 4
-    assert unscaled.after > 1.5 * full.after
-    assert eight.after < 1.1 * full.after
-    assert dynamic.after == pytest.approx(full.after, rel=0.02)
-    assert dynamic.skipped_steps <= 2
+    assert full < 0.06  # of 0.24 before
+    assert unscaled > 1.5 * full
+    assert eight < 1.1 * full
+    assert dynamic == pytest.approx(full, rel=0.02)
 
 
-def test_gradients_that_are_not_small_need_no_scale(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_that_are_not_small_need_no_scale() -> None:
     """The control: the same network with the plain mean for a loss."""
-    monkeypatch.setattr(ablations, "LOSS_WEIGHT", 1.0)
-    full, unscaled = (train_scaled(arm, 0, 100) for arm in (FP32, UNSCALED))
-    assert full.after < full.before / 2
-    assert unscaled.after == pytest.approx(full.after, rel=0.02)
+    full, unscaled = (autoencoder_trained(scale, 0, 1.0) for scale in (None, "none"))
+    assert unscaled == pytest.approx(full, rel=0.02)
 
 
 # -- the report -----------------------------------------------------------------------------------
 
 
-def _ended_at(after: float) -> list[Outcome]:
-    return [Outcome(before=2.0, after=after, steps=1, curve=[after], shares={})] * 2
-
-
 def test_verdicts_tell_a_stall_from_none() -> None:
-    same = dict.fromkeys((FP32, MASTERS, HALF_WEIGHTS, *SCALES), _ended_at(1.0))
-    stored, scaled = stored_verdicts(same), scaled_verdicts(same)
-    assert list(stored.values()) == [True, False]
-    assert list(scaled.values()) == [False, True, True, True]
-    worse = [_ended_at(1.0)[0], dataclasses.replace(_ended_at(1.0)[0], after=1.9)]
-    stalled = {**dict.fromkeys((MASTERS, *SCALES), worse), FP32: _ended_at(1.0)}
-    stalled[HALF_WEIGHTS] = _ended_at(1.9)
-    assert list(stored_verdicts(stalled).values()) == [False, True]
-    assert list(scaled_verdicts(stalled).values()) == [False] * 4, "one seed of two"
+    def ended_at(*after: float) -> list[Outcome]:
+        return [Outcome(before=2.0, after=one, steps=1, curve=[one]) for one in after]
+
+    same = dict.fromkeys((FP32, MASTERS, HALF_WEIGHTS), ended_at(1.0, 1.0))
+    assert list(verdicts(same).values()) == [True, False]
+    stalled = {FP32: same[FP32], MASTERS: ended_at(1.0, 1.9), HALF_WEIGHTS: ended_at(1.9, 1.9)}
+    assert list(verdicts(stalled).values()) == [False, True], "one seed of two"
 
 
 @pytest.mark.slow("trainings that overflow, against FP64")
