@@ -196,8 +196,7 @@ def test_list_prints_a_line_each(capsys: pytest.CaptureFixture[str]) -> None:
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == sorted(registry())
     assert [line.split()[0] for line in lines if line.endswith("(cpu only)")] == [
-        "ablations", "cpu_traffic", "gpu_traffic", "second_order", "serving", "step_profile",
-        "verified", "zoo",
+        "ablations", "cpu_traffic", "gpu_traffic", "second_order", "serving", "verified", "zoo",
     ]  # fmt: skip
 
 

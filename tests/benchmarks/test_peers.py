@@ -10,7 +10,7 @@ from torch import Tensor
 
 from benchmarks.__main__ import main
 from benchmarks.harness.peak import peak_bytes
-from benchmarks.harness.ways import AUTOCAST, COMPILED, OURS, PIECES
+from benchmarks.harness.ways import AUTOCAST, COMPILED, OURS
 from benchmarks.peers import geometric_mean, make_report, measure_all
 from benchmarks.real_models import BY_DEVICE, TASKS, TINY, quick
 from benchmarks.zoo.timm_models import timm
@@ -87,11 +87,3 @@ def test_bytes_by_cause(tmp_path: Path) -> None:
     peer, ours = (arms[arm]["bytes"] for arm in (AUTOCAST, OURS[0]))
     assert casts.items() <= peer.items()
     assert 0 < ours["gradients' casts"] < 6 * weights  # small products stay in FP32
-
-
-@pytest.mark.sweep("runs a benchmark, small")
-def test_time_by_kind_of_kernel(tmp_path: Path) -> None:
-    assert main(["run", "step_profile", "--quick", "--out", str(tmp_path)]) == 0
-    for arms in json.loads((tmp_path / "step_profile_cpu.json").read_text())["profiled"].values():
-        assert [*arms] == [AUTOCAST, *PIECES]
-        assert all(min(own["products"], own["optimizer"]) > 0 for own in arms.values())
