@@ -32,7 +32,8 @@ def module_path(node: fx.Node) -> str:
 
 
 # Functions of ours that call what is compiled.
-_OURS = tuple(str(Path(__file__).parents[1] / name) for name in ("runtime", "steps.py"))
+_ROOMS = ("runtime", "torch_inside", "steps.py")
+_OURS = tuple(str(Path(__file__).parents[1] / name) for name in _ROOMS)
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>.*)')
 
 
