@@ -28,7 +28,7 @@ results are the forward's. Left as they are:
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import permutations
 from typing import Any
@@ -73,22 +73,18 @@ def keep_normalized(graph: fx.Graph, own_results: int) -> bool:
     return changed
 
 
-def _norms(result: fx.Node, forward: Collection[fx.Node]) -> Iterator[_Norm]:
+def _norms(result: fx.Node, forward: set[fx.Node]) -> Iterator[_Norm]:
     """The norm that this node is the result of, if it may be kept low."""
     if result.target is not aten.mul.Tensor or len(result.all_input_nodes) != 2:
         return
     for centred, rstd in permutations(result.all_input_nodes):
-        operand, mean = centred, None
-        if (
-            centred.target is aten.sub.Tensor
-            and not centred.kwargs
-            and len(centred.all_input_nodes) == 2
-        ):
-            operand, mean = centred.all_input_nodes
+        is_centred = centred.target is aten.sub.Tensor and not centred.kwargs
+        parts: Any = centred.args if is_centred else (centred, None)
+        operand, mean = parts
         is_norm = (
             rstd.target is aten.rsqrt.default
             and _spread_of(rstd.all_input_nodes[0]) in (operand, centred)
-            and all(_is_statistic(n, operand) for n in (rstd, mean) if n is not None)
+            and all(_is_statistic(n, operand) for n in (rstd, mean or rstd))
             and ir.dtype(result) is ir.dtype(operand) is torch.float32
         )
         low = _low(result, forward) if is_norm and not _is_there(operand) else None
@@ -113,21 +109,23 @@ def _spread_of(node: fx.Node) -> fx.Node | None:
     return base if other in (2, base) else None  # type: ignore[return-value]
 
 
-def _is_statistic(node: fx.Node, operand: fx.Node) -> bool:
+def _is_statistic(node: object, operand: object) -> bool:
     """Whether the value is one of many elements of the operand, and was left in its dimensions."""
+    if not isinstance(node, fx.Node) or not isinstance(operand, fx.Node):
+        return False
     small, large = ir.shape(node), ir.shape(operand)
-    sizes = [(a, b) for a, b in zip(small, large, strict=False) if not ir.known_equal(a, b)]
-    return len(small) == len(large) and bool(sizes) and all(a == 1 for a, _ in sizes)
+    sizes = [a for a, b in zip(small, large, strict=False) if not ir.known_equal(a, b)]
+    left = len(small) == len(large) and all(ir.known_equal(size, 1) for size in sizes)
+    return left and bool(sizes)
 
 
-def _low(result: fx.Node, forward: Collection[fx.Node]) -> torch.dtype | None:
+def _low(result: fx.Node, forward: set[fx.Node]) -> torch.dtype | None:
     """The half that the norm's result is rounded to, scaled and shifted or not."""
-    size = ir.shape(result)
 
     def further(node: fx.Node) -> Iterator[fx.Node]:
-        for user in node.users if ir.dtype(node) is torch.float32 else ():
-            alone = all(n is node or ir.shape(n) != size for n in user.all_input_nodes)
-            if user in forward and ir.is_pointwise(user) and alone:
+        for user in forward.intersection(node.users) if ir.dtype(node) is torch.float32 else ():
+            large = [n for n in user.all_input_nodes if ir.same_shape(ir.shape(n), ir.shape(node))]
+            if ir.is_pointwise(user) and large == [node]:
                 yield user
 
     return next((t for n in ir.reached([result], further) if (t := ir.dtype(n)) in HALF), None)
@@ -142,7 +140,7 @@ def _is_there(operand: fx.Node) -> bool:
     return operand.op == "placeholder"
 
 
-def _keep(graph: fx.Graph, norm: _Norm, forward: Collection[fx.Node]) -> bool:
+def _keep(graph: fx.Graph, norm: _Norm, forward: set[fx.Node]) -> bool:
     """Let the backward read what is kept low."""
 
     def after(node: fx.Node) -> list[fx.Node]:

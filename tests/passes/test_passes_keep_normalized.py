@@ -44,14 +44,16 @@ def program(norm: Norm, low: torch.dtype, x: Tensor, w: Tensor, v: Tensor, add: 
     return stream + (norm(stream).to(low) @ v.to(low)).to(x.dtype)
 
 
-def run(function: Callable[..., Any], given: tuple[Tensor, ...], keeps: bool) -> Any:
+def run(
+    function: Callable[..., Any], given: tuple[Tensor, ...], keeps: bool, dynamic: bool = False
+) -> Any:
     """The result, the gradients, and the dtypes of what is kept of the stream's size."""
     kept: list[torch.dtype] = []
 
     def forward(gm: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
         results = gm.graph.output_node().args[0]
         values = [node.meta["val"] for node in results[1:] if node.op != "placeholder"]
-        kept.extend(t.dtype for t in values if t.shape == (ROWS, WIDTH))
+        kept.extend(t.dtype for t in values if isinstance(t, Tensor) and t.shape == given[0].shape)
         return make_boxed_func(gm.forward)
 
     passes = JointPasses(parting=(keep_normalized,) if keeps else ())
@@ -60,7 +62,8 @@ def run(function: Callable[..., Any], given: tuple[Tensor, ...], keeps: bool) ->
         partition_fn=Around(None, passes), decompositions=select_decomp_table(),
     )  # fmt: skip
     torch._dynamo.reset()
-    results = torch.compile(function, backend=backend, fullgraph=True)(*given)
+    compiled = torch.compile(function, backend=backend, fullgraph=True, dynamic=dynamic)
+    results = compiled(*given)
     result = torch.cat(results) if isinstance(results, tuple) else results
     return result, torch.autograd.grad(result, given, weights(result)), kept
 
@@ -94,6 +97,12 @@ def test_the_backward_reads_half(name: str, low: torch.dtype, add: float) -> Non
 
 def error(gradient: Tensor, right: Tensor) -> float:
     return float((gradient - right).norm() / right.norm())
+
+
+def test_symbolic_sizes() -> None:
+    given = inputs()
+    function = functools.partial(program, rms, torch.bfloat16, add=1.0)
+    assert torch.float32 not in run(function, given, True, dynamic=True)[2]
 
 
 def in_fp32(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
