@@ -4,7 +4,6 @@ from: the records of one graph's runs.
 
 from __future__ import annotations
 
-import dataclasses
 import enum
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -180,18 +179,12 @@ class GraphRuns:
         reason: str,
         amax: float = float("inf"),
         pins: Iterable[str] = (),
-        step: BackwardStep | None = None,
     ) -> Fault:
-        """A fault at a node; inside of a user's backward, if the step says at which line. Of the
-        pins, those count that are operators of the program.
-        """
+        """A fault at a node. Of the pins, those count that are operators of the program."""
         line = self.lines.get(n.name) or PlanNode(
             n.name, ir.op_name(n), ir.module_path(n), ir.source(n), "", "", "", "", "",
             frames=ir.frames(n),
         )  # fmt: skip
-        if step is not None and step.frames:
-            source = step.frames[-1].partition(" in ")[0]
-            line = dataclasses.replace(line, source=source, frames=step.frames)
         own = [name for name in pins if name in self.nodes and self.is_program(self.nodes[name])]
         return Fault(kind, line, reason, amax, tuple(dict.fromkeys(own)))
 

@@ -228,7 +228,7 @@ def _backward_overflow(case: GraphRuns) -> Fault | None:
                 f"its backward ({step.name}) makes gradients that are not finite, and does so in "
                 "FP32; the precision has no part in it"
             )
-            return case.fault(FaultKind.OWN, n, reason, step=step)
+            return case.fault(FaultKind.OWN, n, reason)
         return _gradient_overflowed(case, n, step)
     return None
 
@@ -249,7 +249,7 @@ def _gradient_overflowed(case: GraphRuns, n: fx.Node, step: BackwardStep) -> Fau
     if case.scale != 1:
         reason += f" at a loss scale of {case.scale:g}"
     pins = [*_around(case, value, n), *_too_steep(case)]
-    return case.fault(FaultKind.BACKWARD, made, reason, amax, pins, _inner_step(case, made))
+    return case.fault(FaultKind.BACKWARD, made, reason, amax, pins)
 
 
 def _overflowed_inside(case: GraphRuns, n: fx.Node, step: BackwardStep) -> Fault:
@@ -259,9 +259,7 @@ def _overflowed_inside(case: GraphRuns, n: fx.Node, step: BackwardStep) -> Fault
     amax = max((size for size in sizes.values() if size < float("inf")), default=float("inf"))
     reason = f"its backward ({step.name}) makes gradients that are not finite"
     large = [name for name, size in sizes.items() if size == amax]
-    return case.fault(
-        FaultKind.BACKWARD, n, reason, amax, [n.name, *large, *_too_steep(case)], step
-    )
+    return case.fault(FaultKind.BACKWARD, n, reason, amax, [n.name, *large, *_too_steep(case)])
 
 
 def _origin(
@@ -285,13 +283,6 @@ def _around(case: GraphRuns, value: fx.Node, stored: fx.Node) -> list[str]:
     """
     read_by = [x for x in case.readers(stored) if case.lines[x.name].precision == "LOW"]
     return [x.name for x in ([value] if dtype_of(value) in HALF else []) + read_by]
-
-
-def _inner_step(case: GraphRuns, n: fx.Node) -> BackwardStep | None:
-    """The operator inside of a user's backward where the gradient gets its size."""
-    steps = [step for step in case.steps.get(n.name, ()) if step.frames]
-    largest = max((step.passed_on.amax for step in steps), default=0.0)
-    return next((step for step in steps if step.passed_on.amax >= NEAR * largest), None)
 
 
 def _steep(case: GraphRuns, limit: float | None = None) -> list[fx.Node]:
@@ -358,13 +349,11 @@ def _lost(case: GraphRuns, n: fx.Node) -> Fault:
             f"the gradient that it passes to {source.name}, up to {text(size)}, fits {low} only"
             f"{at}, where {gone} of {value.name}, up to {text(amax)}, become zero"
         )
-        pins, inner = _too_steep(case, limit), _inner_step(case, made)
-        return case.fault(FaultKind.UNDERFLOW, made, reason, size, pins, inner)
+        return case.fault(FaultKind.UNDERFLOW, made, reason, size, _too_steep(case, limit))
     faint = max(amax, info.smallest_normal * info.eps / scale)
     made = _origin(case, value, n, lambda size: size <= faint)
     reason = (
         f"{gone} that it passes to {value.name}, up to {text(amax)} without the loss scale, become "
         f"zero in {low}{at}"
     )
-    inner = _inner_step(case, made)
-    return case.fault(FaultKind.UNDERFLOW, made, reason, amax, _around(case, value, n), inner)
+    return case.fault(FaultKind.UNDERFLOW, made, reason, amax, _around(case, value, n))

@@ -121,9 +121,7 @@ class BackwardStep:
 
     Attributes:
         node: the node of our graph whose gradient it computed.
-        name: autograd's name of it: `"MulBackward0"`; inside the backward of a user's
-            autograd.Function, the operator's name there.
-        frames: the user's frames inside such a backward, outermost first; else empty.
+        name: autograd's name of it: `"MulBackward0"`.
         received, passed_on: the gradients that came in, and those that it computed.
     """
 
@@ -131,7 +129,6 @@ class BackwardStep:
     name: str
     received: Numbers
     passed_on: Numbers
-    frames: tuple[str, ...] = ()
 
 
 @dataclass

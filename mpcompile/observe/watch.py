@@ -11,9 +11,8 @@ program) or rewritten. Autocast must be off, as the graph states every dtype its
 
 from __future__ import annotations
 
-import copy
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -76,8 +75,6 @@ class Observer(fx.Interpreter):
         """
         if ir.is_op(n) and ir.rule(n).random and ir.rule(n).product is None and not ir.written(n):
             return self._random(n)
-        if n.op == "call_function" and n.target is torch.ops.higher_order.autograd_function_apply:
-            return self._function(n)
         result = super().run_node(n)
         if n.op == "placeholder" and isinstance(result, torch.Tensor) and result.dtype in HALF:
             return result.to(self.dtype_of(n))  # a weight that is stored low, of an FP32 program
@@ -157,32 +154,6 @@ class Observer(fx.Interpreter):
     def _stepped(self, node: str, name: str, passed_on: Any, received: Any) -> None:
         step = BackwardStep(node, name, Numbers.of(received), Numbers.of(passed_on))
         self.record.steps.append(step)
-
-    def _function(self, n: fx.Node) -> Any:
-        """A user's autograd.Function: each operator of its backward is recorded as a step."""
-        (forward, backward, *operands), kwargs = self.fetch_args_kwargs_from_env(n)
-        body = copy.deepcopy(backward)
-        for inner in body.graph.nodes:
-            if inner.op == "call_function":
-                inner.target = self._recorded(n.name, inner)
-        body.recompile()
-        return self.call_function(n.target, (forward, body, *operands), kwargs)
-
-    def _recorded(self, node: str, inner: fx.Node) -> Callable[..., Any]:
-        target, frames = inner.target, ir.frames(inner)
-
-        @functools.wraps(target)  # type: ignore[arg-type]
-        def run(*args: Any, **kwargs: Any) -> Any:
-            result = target(*args, **kwargs)  # type: ignore[operator]
-            with torch.no_grad():
-                step = BackwardStep(
-                    node, inner.name, Numbers.of((args, kwargs)), Numbers.of(result), frames
-                )
-                self.record.steps.append(step)
-            return result
-
-        untraced: Callable[..., Any] = torch.compiler.disable(run)
-        return untraced
 
 
 class Keeping(Observer):

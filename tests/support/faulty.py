@@ -169,7 +169,7 @@ def divide(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
     (x,) = ctx.saved_tensors
     slope = 1 - x.tanh().square()
     nothing = torch.zeros_like(x)
-    return grad * slope / nothing.sqrt()  # <- division
+    return grad * slope / nothing.sqrt()
 
 
 Tanh = function_of(tanh, divide)
@@ -179,20 +179,19 @@ class OwnBackward(Mixing):
     """An autograd.Function whose backward divides by zero."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return Tanh.apply(self.mix(x))  # type: ignore[no-untyped-call,no-any-return]
+        mixed = self.mix(x)
+        return Tanh.apply(mixed)  # type: ignore[no-untyped-call,no-any-return]  # <- division
 
 
-Loud = function_of(
-    lambda ctx, x: x.sin(),
-    lambda ctx, grad: grad * 1e14,  # <- loud
-)
+Loud = function_of(lambda ctx, x: x.sin(), lambda ctx, grad: grad * 1e14)
 
 
 class LoudBackward(OwnBackward):
     """An autograd.Function whose backward makes gradients that fit FP32, and FP16 at no scale."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return Loud.apply(self.mix(x))  # type: ignore[no-untyped-call,no-any-return]
+        mixed = self.mix(x)
+        return Loud.apply(mixed)  # type: ignore[no-untyped-call,no-any-return]  # <- loud
 
 
 class Host(nn.Module):
