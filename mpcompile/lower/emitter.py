@@ -86,7 +86,11 @@ def emit(
             inductor = _inductor(mode, options, joint, inner, verify) if how == "inductor" else None
             compile_graph = inductor or _aot_eager
             if inductor and joint.recomputes:
-                compile_graph = _recomputing(compile_graph)
+                # The min-cut partitioner would rather recompute than store a value that a fused
+                # kernel can make from stored values, except if the backward must write it out as a
+                # whole: the operands of products, such as the results of GELU and of a norm.
+                again = names.aot_settings(ban_recompute_materialized_backward=False)
+                compile_graph = again(compile_graph)
             compiler = functools.partial(_compiled, compile_graph)
             around = _untouched if untouched else _rewritten
             run = (_sparing if sparing else around)(gm, example_inputs, compiler)
@@ -197,16 +201,6 @@ def check_inductor(mode: str | None, options: Mapping[str, Any] | None) -> None:
         asked = {"mode": mode, "options": options}
         given = ", ".join(f"{k}={v!r}" for k, v in asked.items() if v is not None)
         raise MPCompileError(f"{given}: {text}{did_you_mean(wrong, names)}") from None
-
-
-def _recomputing(compile_graph: Compiler) -> Compiler:
-    """Let the backward recompute the operands of its matrix products.
-
-    The min-cut partitioner would rather recompute than store a value that a fused kernel can make
-    from stored values, except if the backward must write it out as a whole: the operands of
-    products, such as the results of GELU and of a norm. A setting of Inductor's lifts that.
-    """
-    return names.aot_settings(ban_recompute_materialized_backward=False)(compile_graph)  # type: ignore[no-any-return]
 
 
 def _aot_eager(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:

@@ -82,8 +82,7 @@ def traced_with(
 
     def set_all() -> AbstractContextManager[Any]:
         always = {"allow_unspec_int_on_nn_module": True, "ignore_logger_methods": _left_out()}
-        patches: dict[str, Any] = {**always, **settings}
-        patched: AbstractContextManager[Any] = dynamo_config.patch(patches)
+        patched: AbstractContextManager[Any] = dynamo_config.patch({**always, **settings})
         return patched
 
     wanted = [*contexts, set_all, _inner_calls]
@@ -168,7 +167,7 @@ def check_set() -> None:
     if _thread.wanted and not _thread.is_set:
         _enter()
         _thread.is_late = True
-        raise _again()
+        raise names.TensorifyScalarRestartAnalysis()  # the one that a backend may raise
 
 
 def take_back() -> None:
@@ -223,11 +222,6 @@ def _close() -> None:
     _thread.setting.close()
 
 
-def _again() -> RestartAnalysis:
-    """Of the errors by which Dynamo traces again, the one that a backend may raise."""
-    return names.TensorifyScalarRestartAnalysis()
-
-
 @contextlib.contextmanager
 def or_broken(gm: fx.GraphModule) -> Iterator[None]:
     """If compiling Dynamo's graph fails here, and it has sizes that depend on values, have Dynamo
@@ -249,7 +243,7 @@ def or_broken(gm: fx.GraphModule) -> Iterator[None]:
             raise
         broken = dynamo_config.patch(dict.fromkeys(VALUE_SIZES, False))
         _thread.setting.enter_context(broken)
-        raise _again() from None
+        raise names.TensorifyScalarRestartAnalysis() from None
 
 
 def _has_value_sizes(graph: fx.Graph) -> bool:

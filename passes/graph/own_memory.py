@@ -118,7 +118,8 @@ def _written_after_low(
         if any(n in low or ir.storage(n) in dirty for n in node.all_input_nodes):
             low.add(node)
         for memory in buffers.intersection(map(ir.storage, ir.written(node))):
-            declared = _declares_writes(node)
+            # A write that its schema tells of has a history. That of running statistics hasn't.
+            declared = not isinstance(node.target, OpOverload) or schema(node.target).is_mutable
             tracked = declared and ir.grad_enabled(node)
             if ir.is_opaque(node) or (tracked and any(map(ir.requires_grad, node.all_input_nodes))):
                 left.add(memory)
@@ -154,13 +155,6 @@ def _may_overflow(node: fx.Node) -> bool:
         return ir.requires_grad(node) and not ir.is_parameter(node) and ir.copy_of(node) is None
     low = ir.precision(node) is Precision.LOW
     return low and ir.mark(node).low is torch.float16
-
-
-def _declares_writes(node: fx.Node) -> bool:
-    """Whether its schema says that it writes: such a write has a history. (Running statistics are
-    written without their schema's saying so.)
-    """
-    return not isinstance(node.target, OpOverload) or schema(node.target).is_mutable
 
 
 def _keep_finite(graph: fx.Graph, node: fx.Node) -> None:

@@ -1,7 +1,6 @@
 """Keep for the backward what a norm has normalised, in half. A rewriting pass, on the joint graph.
 
-    x: f32 = add(x_0, ...)                           the stream; read on in the forward, as it was
-    sub: f32 = sub(x, mean)
+    sub: f32 = sub(x, mean)                          x: a residual stream, say
     mul: f32 = mul(sub, rstd)                        mul: f32 = mul(sub, rstd)
                                                      kept: bf16 = convert(mul, bf16)
     y: bf16 = convert(mul * w + b, bf16)             y: bf16 = convert(mul * w + b, bf16)
@@ -11,11 +10,11 @@
     grad: f32 = ... mul_1 ...                        grad: f32 = ... wide ...
 
 A norm's backward reads its operand, and the partitioner keeps it: in FP32 where that is a sum of
-FP32 (a residual stream), which is the largest of what O1, and autocast, keep in FP32. The forward
-stays as it is. What the backward reads of `x` is made of the kept value again: `kept / rstd +
-mean`, so that the error is one rounding of `x - mean`, however large the mean is. A normalised
-value is at most the square root of the number of values that it was normalised among, so FP16 holds
-it. The gradient that meets it there was rounded to the same dtype by the product that reads `y`.
+FP32, which is the largest of what O1, and autocast, keep in FP32. The forward stays as it is. What
+the backward reads of the operand is made of the kept value: `kept / rstd + mean`, so that the error
+is one rounding of `x - mean`, however large the mean is. A normalised value is at most the square
+root of the number of values that it was normalised among, so FP16 holds it. The gradient that meets
+it there was rounded to the same dtype by the product that reads `y`.
 
 Contract. The graph is ATen after autograd and Inductor's decompositions, before the partitioner,
 which decides what is kept: either this, or what it can be computed from. The first `own_results`
@@ -55,7 +54,6 @@ class _Norm:
     centred: fx.Node
     rstd: fx.Node
     result: fx.Node
-    inside: frozenset[fx.Node]
     low: torch.dtype
 
 
@@ -64,7 +62,7 @@ def keep_normalized(graph: fx.Graph, own_results: int) -> bool:
     results: list[Any] = list(graph.output_node().args[0])[:own_results]  # type: ignore[arg-type]
     forward = ir.all_before(n for n in results if isinstance(n, fx.Node))
     norms = [norm for node in graph.nodes if node in forward for norm in _norms(node, forward)]
-    inside = {node for norm in norms for node in norm.inside}
+    inside = {node for norm in norms for node in ir.all_before([norm.result], [norm.operand])}
     changed = False
     for norm in norms:
         others = forward.difference(inside).intersection(norm.operand.users)
@@ -75,48 +73,43 @@ def keep_normalized(graph: fx.Graph, own_results: int) -> bool:
 
 def _norms(result: fx.Node, forward: set[fx.Node]) -> Iterator[_Norm]:
     """The norm that this node is the result of, if it may be kept low."""
-    if result.target is not aten.mul.Tensor or len(result.all_input_nodes) != 2:
-        return
-    for centred, rstd in permutations(result.all_input_nodes):
-        is_centred = centred.target is aten.sub.Tensor and not centred.kwargs
-        parts: Any = centred.args if is_centred else (centred, None)
+    read = result.all_input_nodes if result.target is aten.mul.Tensor else []
+    for centred, rstd in permutations(read) if len(read) == 2 else ():
+        if not _normalizes(rstd, centred) or CHECKPOINTED in {*centred.meta, *result.meta}:
+            continue
+        is_difference = centred.target is aten.sub.Tensor and len(centred.all_input_nodes) == 2
+        parts: Any = centred.args if is_difference and not centred.kwargs else (centred, None)
         operand, mean = parts
-        is_norm = (
-            rstd.target is aten.rsqrt.default
-            and _spread_of(rstd.all_input_nodes[0]) in (operand, centred)
-            and all(_is_statistic(n, operand) for n in (rstd, mean or rstd))
-            and ir.dtype(result) is ir.dtype(operand) is torch.float32
-        )
-        low = _low(result, forward) if is_norm and not _is_there(operand) else None
-        inside = ir.all_before([result], [operand])
-        if low is not None and not any(CHECKPOINTED in node.meta for node in inside):
-            yield _Norm(operand, mean, centred, rstd, result, frozenset(inside), low)
+        wide = ir.dtype(operand) is torch.float32 and not _is_there(operand)
+        low = _low(result, forward) if wide else None
+        if low is not None and all(_is_statistic(n, operand) for n in (rstd, mean or rstd)):
+            yield _Norm(operand, mean, centred, rstd, result, low)
 
 
-def _spread_of(node: fx.Node) -> fx.Node | None:
-    """Whose variance, or mean of squares, this is, with or without a small number added."""
+def _normalizes(rstd: fx.Node, centred: fx.Node) -> bool:
+    """Whether it is 1 over the root of the mean of the other's squares, or of the variance around
+    the mean that the other was freed of; with or without a small number added.
+    """
+    if rstd.target is not aten.rsqrt.default:
+        return False
+    (node,) = rstd.all_input_nodes
     if node.target in (aten.add.Tensor, aten.add.Scalar) and len(node.all_input_nodes) == 1:
         (node,) = node.all_input_nodes
-    if ir.is_getitem(node) and node.args[1] == 0:
-        node = node.all_input_nodes[0]
-        return node.all_input_nodes[0] if node.target is aten.var_mean.correction else None
-    if node.target is aten.var.correction:
-        return node.all_input_nodes[0]
-    square = node.all_input_nodes[0] if node.target is aten.mean.dim else None
-    if square is None or square.target not in (aten.pow.Tensor_Scalar, aten.mul.Tensor):
-        return None
-    base, other = square.args
-    return base if other in (2, base) else None  # type: ignore[return-value]
+    of = node.all_input_nodes[0] if node.all_input_nodes else node
+    if of.target is aten.var_mean.correction and node.args[1] == 0:
+        freed = [(of.args[0], user) for user in of.users if user.args[1] == 1]
+        return centred.target is aten.sub.Tensor and not centred.kwargs and centred.args in freed
+    is_square = of.target in (aten.pow.Tensor_Scalar, aten.mul.Tensor)
+    squares = ((centred, 2), (centred, centred))
+    return node.target is aten.mean.dim and is_square and of.args in squares
 
 
-def _is_statistic(node: object, operand: object) -> bool:
+def _is_statistic(node: fx.Node, operand: fx.Node) -> bool:
     """Whether the value is one of many elements of the operand, and was left in its dimensions."""
-    if not isinstance(node, fx.Node) or not isinstance(operand, fx.Node):
-        return False
     small, large = ir.shape(node), ir.shape(operand)
     sizes = [a for a, b in zip(small, large, strict=False) if not ir.known_equal(a, b)]
-    left = len(small) == len(large) and all(ir.known_equal(size, 1) for size in sizes)
-    return left and bool(sizes)
+    reduced = bool(sizes) and all(ir.known_equal(size, 1) for size in sizes)
+    return reduced and len(small) == len(large)
 
 
 def _low(result: fx.Node, forward: set[fx.Node]) -> torch.dtype | None:
@@ -133,39 +126,35 @@ def _low(result: fx.Node, forward: set[fx.Node]) -> torch.dtype | None:
 
 def _is_there(operand: fx.Node) -> bool:
     """Whether the backward finds the operand in memory, or can widen it again."""
-    while operand.target is _CONVERT or operand.target is aten.view.default:
+    while operand.target in (_CONVERT, aten.view.default) and ir.dtype(operand) not in HALF:
         operand = operand.all_input_nodes[0]
-        if ir.dtype(operand) in HALF:
-            return True
-    return operand.op == "placeholder"
+    return operand.op == "placeholder" or ir.dtype(operand) in HALF
 
 
 def _keep(graph: fx.Graph, norm: _Norm, forward: set[fx.Node]) -> bool:
     """Let the backward read what is kept low."""
 
-    def after(node: fx.Node) -> list[fx.Node]:
+    def readers(node: fx.Node) -> list[fx.Node]:
         return [user for user in node.users if user not in forward]
 
-    if norm.centred is not norm.operand:  # what the backward computes again is the same
-        for made in (norm.centred, norm.result):
-            for again in {user for operand in made.all_input_nodes for user in after(operand)}:
-                if (again.target, again.args) == (made.target, made.args):
-                    again.replace_all_uses_with(made)
-                    graph.erase_node(again)
-    readers = {node: after(node) for node in (norm.result, norm.centred, norm.operand)}
-    first = next((n for n in graph.nodes if any(n in users for users in readers.values())), None)
-    if first is None:
+    for made in (norm.centred, norm.result) if norm.mean else ():  # computed again, it is the same
+        for again in {user for operand in made.all_input_nodes for user in readers(operand)}:
+            if (again.target, again.args) == (made.target, made.args):
+                again.replace_all_uses_with(made)
+                graph.erase_node(again)
+    read = {node: readers(node) for node in (norm.result, norm.centred, norm.operand)}
+    users = {user for some in read.values() for user in some}
+    if not users:
         return False
     with graph.inserting_after(norm.result):
         kept = ir.new_call(graph, _CONVERT, norm.result, norm.low)
-    with graph.inserting_before(first):
-        values = {norm.result: ir.new_call(graph, _CONVERT, kept, torch.float32)}
-        if readers[norm.centred] or readers[norm.operand]:
-            wide = values[norm.result]
-            values[norm.centred] = ir.new_call(graph, aten.div.Tensor, wide, norm.rstd)
-        if norm.mean is not None and readers[norm.operand]:
-            centred = values[norm.centred]
-            values[norm.operand] = ir.new_call(graph, aten.add.Tensor, centred, norm.mean)
-    for node, value in values.items():
-        node.replace_all_uses_with(value, readers[node].__contains__)
+    with graph.inserting_before(next(node for node in graph.nodes if node in users)):
+        value = ir.new_call(graph, _CONVERT, kept, torch.float32)
+        norm.result.replace_all_uses_with(value, read[norm.result].__contains__)
+        if read[norm.centred] or read[norm.operand]:
+            value = ir.new_call(graph, aten.div.Tensor, value, norm.rstd)
+            norm.centred.replace_all_uses_with(value, read[norm.centred].__contains__)
+        if norm.mean and read[norm.operand]:
+            value = ir.new_call(graph, aten.add.Tensor, value, norm.mean)
+            norm.operand.replace_all_uses_with(value, read[norm.operand].__contains__)
     return True

@@ -141,7 +141,7 @@ def read_low_results(graph: fx.Graph) -> bool:
         others = [user for view in views for user in view.users if user not in (output, *views)]
         if not (len(returned) == 1 and others and _is_product(node.args[0])):
             continue
-        if all(map(_is_fused, others)):
+        if all(ir.is_pointwise(n) or n.target in _REDUCTIONS for n in others):
             output.replace_input_with(returned[0], _again(returned[0], node))
             changed = True
     return changed
@@ -161,10 +161,6 @@ def _is_product(value: Any) -> bool:
     while _is_view(value):
         value = value.args[0]
     return value.target in _PRODUCTS
-
-
-def _is_fused(node: fx.Node) -> bool:
-    return ir.is_pointwise(node) or node.target in _REDUCTIONS
 
 
 def _again(view: fx.Node, cast: fx.Node) -> fx.Node:

@@ -135,11 +135,36 @@ def of_anothers_spread(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
     return stream + (scaled.half() @ v.half()).float()
 
 
+def times_its_spread(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
+    stream = x.cumsum(0) + (x.half() @ w.half()).float()
+    scaled = stream * (stream.pow(2).mean(-1, keepdim=True) + 1e-6)
+    return stream + (scaled.half() @ v.half()).float()
+
+
 def across(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
     """The rows' spread, of which there are as many as columns, applied to the columns."""
     stream = (x.cumsum(0) + (x.half() @ w.half()).float())[:WIDTH]
     scaled = stream * torch.rsqrt(stream.pow(2).mean(-1) + 1e-6)
     return torch.cat([stream + (scaled.half() @ v.half()).float(), x[WIDTH:]])
+
+
+def around_its_mean(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
+    """The spread around the mean, which stays in what is divided: it may be any multiple."""
+    stream = x.cumsum(0) + (x.half() @ w.half()).float()
+    var, _mean = torch.var_mean(stream, -1, keepdim=True)
+    return stream + ((stream * torch.rsqrt(var + 1e-6)).half() @ v.half()).float()
+
+
+def freed_of_another(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
+    stream = x.cumsum(0) + (x.half() @ w.half()).float()
+    var, mean = torch.var_mean(stream, -1, keepdim=True)
+    scaled = (stream - mean.exp()) * torch.rsqrt(var + 1e-6)
+    return stream + (scaled.half() @ v.half()).float()
+
+
+def read_and_returned(x: Tensor, w: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+    stream = x.cumsum(0) + (x.half() @ w.half()).float()
+    return stream.sin(), (rms(stream).half() @ v.half()).float()
 
 
 def checkpointed(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
@@ -152,7 +177,7 @@ def checkpointed(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
     "function",
     [
         in_fp32, of_an_input, returned, read_by_another, widened, of_anothers_spread, across,
-        checkpointed,
+        around_its_mean, freed_of_another, times_its_spread, read_and_returned, checkpointed,
     ],
 )  # fmt: skip
 def test_left_as_it_is(function: Callable[..., Any]) -> None:
