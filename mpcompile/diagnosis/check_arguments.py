@@ -58,10 +58,11 @@ def check_optimizer(optimizer: object, model: nn.Module) -> torch.optim.Optimize
     Raises:
         MPCompileError: it is no optimizer, needs a closure, or holds no parameter of the model.
     """
-    if isinstance(optimizer, torch.optim.Optimizer):
-        optimizer = getattr(optimizer, "inner", optimizer)
     if optimizer is None:
         return None
+    inner = getattr(optimizer, "inner", None)  # an `MPOptimizer`'s, over the same groups
+    same = getattr(inner, "param_groups", None) is getattr(optimizer, "param_groups", inner)
+    optimizer = inner if isinstance(inner, torch.optim.Optimizer) and same else optimizer
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise MPCompileError(f"optimizer={optimizer!r}: give a torch.optim.Optimizer")
     name = type(optimizer).__name__
