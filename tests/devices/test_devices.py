@@ -21,6 +21,7 @@ from mpcompile.devices.capabilities import Capabilities, TensorCores
 from mpcompile.devices.registry import accumulate_in_fp32, capabilities, check_accumulation
 from mpcompile.errors import MPCompileWarning
 from mpcompile.lower.joint import JointPasses, joint_passes
+from mpcompile.passes.joint.keep_normalized import keep_normalized
 from mpcompile.passes.joint.lowered_faults import read_low_results
 from mpcompile.planner.graph_plan import GraphPlan
 from mpcompile.planner.target import target_of
@@ -29,7 +30,9 @@ from mpcompile.rules.policy import Level, Target
 from mpcompile.runtime.check_module import check_module
 from mpcompile.settings import Settings
 
-PLAIN = JointPasses(lowered=(read_low_results,), keeps_casts=True)  # nothing of a device's own
+PLAIN = JointPasses(
+    parting=(keep_normalized,), lowered=(read_low_results,), keeps_casts=True
+)  # nothing of a device's own
 
 
 class Toy(Capabilities):
