@@ -106,13 +106,13 @@ def split(
 
     Args:
         device: what the graph was rewritten for; None: it was left as Dynamo wrote it.
-        is_there: whether this machine has the device: passes over the joint graph call its kernels.
+        is_there: whether this machine has the device: some passes call its kernels.
     """
     joint = JointPasses(recomputes=settings.recompute)
     if device is not None:
         joint = joint_passes(settings.level, device, recompute=settings.recompute)
     if not is_there:
-        joint = JointPasses(keeps_casts=joint.keeps_casts, recomputes=joint.recomputes)
+        joint = replace(joint, joint=(), halves=(), lowered=())
     return emit(
         gm, inputs, "inductor", options={"joint_custom_pre_pass": found.joint}, joint=joint,
         untouched=device is None, inner=found.inner,
