@@ -38,7 +38,7 @@ from ..torch_inside.private_names import Part, why_off
 from ..verify.first_call import compile_verified
 from ..verify.verdicts import Verify
 from .islands import Compiler, compile_around_rnns, gains, has_rnn, is_apart, name_rnns
-from .joint import NO_PASSES, Around, JointPasses, with_joint_passes
+from .joint import NO_PASSES, JointPasses, Partitioner, with_joint_passes
 from .write_order import inductor_for
 
 _KEPT = (keep_sources, keep_written_inputs)
@@ -86,9 +86,8 @@ def emit(
             inductor = _inductor(mode, options, joint, inner, verify) if how == "inductor" else None
             compile_graph = inductor or _aot_eager
             if inductor and joint.recomputes:
-                # The min-cut partitioner would rather recompute than store a value that a fused
-                # kernel can make from stored values, except if the backward must write it out as a
-                # whole: the operands of products, such as the results of GELU and of a norm.
+                # torch's partitioner stores what a product reads, though a fused kernel can make it
+                # of stored values: the results of GELU and of a norm.
                 again = names.aot_settings(ban_recompute_materialized_backward=False)
                 compile_graph = again(compile_graph)
             compiler = functools.partial(_compiled, compile_graph)
@@ -206,7 +205,8 @@ def check_inductor(mode: str | None, options: Mapping[str, Any] | None) -> None:
 def _aot_eager(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
     compile_graph = names.aot_autograd(
         fw_compiler=_op_by_op, bw_compiler=_op_by_op,
-        partition_fn=Around(None, JointPasses(halves=_KEPT)), keep_inference_input_mutations=True,
+        partition_fn=Partitioner(None, JointPasses(halves=_KEPT)),
+        keep_inference_input_mutations=True,
     )  # fmt: skip
     return compile_graph(gm, list(example_inputs))
 

@@ -149,7 +149,7 @@ def with_joint_passes(
     if lowered := [one for one in passes.lowered if one not in refused]:
         given[LOWERED] = appended(setting(LOWERED), lowered)
     if passes.parting or passes.halves:
-        given[PARTITIONER] = Around(setting(PARTITIONER), passes)
+        given[PARTITIONER] = Partitioner(setting(PARTITIONER), passes)
     return given or None
 
 
@@ -180,7 +180,7 @@ class InOrder(CustomGraphPass):
         return (*theirs, *map(_source_of, self.ours)) if all(theirs) else None
 
 
-class Around(CustomPartitionerFn):
+class Partitioner(CustomPartitionerFn):
     """The partitioner of the user or of Inductor, between passes over what it parts and over what
     it made.
 
@@ -195,7 +195,8 @@ class Around(CustomPartitionerFn):
     ) -> tuple[fx.GraphModule, fx.GraphModule]:
         """Part the joint graph as without mpcompile; run each pass."""
         for rewrite in self.passes.parting:
-            rewrite(gm.graph, kwargs["num_fwd_outputs"])
+            if rewrite(gm.graph, kwargs["num_fwd_outputs"]):
+                gm.recompile()
         partition = self.theirs or min_cut_rematerialization_partition
         has_checkpoint = any(CHECKPOINTED in node.meta for node in gm.graph.nodes)
         forward, backward = partition(gm, joint_inputs, **kwargs)

@@ -20,8 +20,8 @@ Contract. The graph is ATen after autograd and Inductor's decompositions, before
 which decides what is kept: either this, or what it can be computed from. The first `own_results`
 results are the forward's. Left as they are:
 * a norm whose result no product reads in half: who asked for FP32 has it in the backward, too;
-* an operand that something else than a norm reads for its own backward, or that is there anyway:
-  an input, a result, a widened half;
+* a norm of which something else reads a value for its own backward, but to scale the result;
+* an operand that is there anyway: an input, a result, a widened half;
 * what a checkpoint computes again.
 """
 
@@ -43,6 +43,7 @@ from mpcompile.torch_inside.inductor import CHECKPOINTED
 _CONVERT = torch.ops.prims.convert_element_type.default
 # Their backward reads no operand.
 _LINEAR = (aten.add.Tensor, aten.sub.Tensor, aten.view.default, aten.permute.default, _CONVERT)
+_SCALES = (*_LINEAR, aten.mul.Tensor)
 
 
 @dataclass(frozen=True)
@@ -62,13 +63,19 @@ def keep_normalized(graph: fx.Graph, own_results: int) -> bool:
     results: list[Any] = list(graph.output_node().args[0])[:own_results]  # type: ignore[arg-type]
     forward = ir.all_before(n for n in results if isinstance(n, fx.Node))
     norms = [norm for node in graph.nodes if node in forward for norm in _norms(node, forward)]
-    inside = {node for norm in norms for node in ir.all_before([norm.result], [norm.operand])}
-    changed = False
-    for norm in norms:
-        others = forward.difference(inside).intersection(norm.operand.users)
-        if norm.operand not in results and all(node.target in _LINEAR for node in others):
-            changed |= _keep(graph, norm, forward)
-    return changed
+    others = set(forward)
+    for norm in norms:  # without its operand, which may read that of another
+        others -= ir.all_before([norm.result], [norm.operand]) - {norm.operand}
+    norms = [norm for norm in norms if norm.operand not in results and _is_free(norm, others)]
+    return True in [_keep(graph, norm, forward) for norm in norms]
+
+
+def _is_free(norm: _Norm, others: set[fx.Node]) -> bool:
+    """Whether the backward of none of these reads a value of the norm, but to scale its result."""
+    may = [(norm.operand, _LINEAR), (norm.centred, _LINEAR), (norm.result, _SCALES)]
+    return all(
+        n.target in targets for node, targets in may for n in others.intersection(node.users)
+    )
 
 
 def _norms(result: fx.Node, forward: set[fx.Node]) -> Iterator[_Norm]:
@@ -99,9 +106,9 @@ def _normalizes(rstd: fx.Node, centred: fx.Node) -> bool:
     if of.target is aten.var_mean.correction and node.args[1] == 0:
         freed = [(of.args[0], user) for user in of.users if user.args[1] == 1]
         return centred.target is aten.sub.Tensor and not centred.kwargs and centred.args in freed
-    is_square = of.target in (aten.pow.Tensor_Scalar, aten.mul.Tensor)
-    squares = ((centred, 2), (centred, centred))
-    return node.target is aten.mean.dim and is_square and of.args in squares
+    is_product = of.target in (aten.pow.Tensor_Scalar, aten.mul.Tensor)
+    is_square = is_product and of.args in ((centred, 2), (centred, centred))
+    return node.target is aten.mean.dim and is_square
 
 
 def _is_statistic(node: fx.Node, operand: fx.Node) -> bool:
@@ -146,9 +153,8 @@ def _keep(graph: fx.Graph, norm: _Norm, forward: set[fx.Node]) -> bool:
     users = {user for some in read.values() for user in some}
     if not users:
         return False
-    with graph.inserting_after(norm.result):
-        kept = ir.new_call(graph, _CONVERT, norm.result, norm.low)
     with graph.inserting_before(next(node for node in graph.nodes if node in users)):
+        kept = ir.new_call(graph, _CONVERT, norm.result, norm.low)
         value = ir.new_call(graph, _CONVERT, kept, torch.float32)
         norm.result.replace_all_uses_with(value, read[norm.result].__contains__)
         if read[norm.centred] or read[norm.operand]:
