@@ -42,8 +42,7 @@ from mpcompile.torch_inside.inductor import CHECKPOINTED
 
 _CONVERT = torch.ops.prims.convert_element_type.default
 # Their backward reads no operand.
-_LINEAR = (aten.add.Tensor, aten.sub.Tensor, aten.view.default, aten.permute.default, _CONVERT)
-_SCALES = (*_LINEAR, aten.mul.Tensor)
+_LINEAR = {aten.add.Tensor, aten.sub.Tensor, aten.view.default, aten.permute.default, _CONVERT}
 
 
 @dataclass(frozen=True)
@@ -72,10 +71,9 @@ def keep_normalized(graph: fx.Graph, own_results: int) -> bool:
 
 def _is_free(norm: _Norm, others: set[fx.Node]) -> bool:
     """Whether the backward of none of these reads a value of the norm, but to scale its result."""
-    may = [(norm.operand, _LINEAR), (norm.centred, _LINEAR), (norm.result, _SCALES)]
-    return all(
-        n.target in targets for node, targets in may for n in others.intersection(node.users)
-    )
+    read = {*norm.operand.users, *norm.centred.users}
+    read |= {node for node in norm.result.users if node.target is not aten.mul.Tensor}
+    return all(node.target in _LINEAR for node in others & read)
 
 
 def _norms(result: fx.Node, forward: set[fx.Node]) -> Iterator[_Norm]:

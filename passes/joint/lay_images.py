@@ -97,18 +97,15 @@ def _images(graph: fx.Graph) -> list[fx.Node]:
     found: dict[fx.Node, None] = {}
     for node in graph.nodes:
         of_image = any(operand in found for operand in node.all_input_nodes)
+        # Its result is memory of its own, channels-last if an operand is.
+        keeps_layout = ir.is_pointwise(node) or ir.op_name(node) in _POOLS_AND_JOINS
         if (
             node.target is aten.convolution.default
-            or (_keeps_layout(node) and (of_image or node in read))
+            or (keeps_layout and (of_image or node in read))
             or (node.target is operator.getitem and of_image)
         ):
             found[node] = None
     return list(found)
-
-
-def _keeps_layout(node: fx.Node) -> bool:
-    """Whether the result is memory of its own, channels-last if an operand is."""
-    return ir.is_pointwise(node) or ir.op_name(node) in _POOLS_AND_JOINS
 
 
 def _is_stored(node: fx.Node) -> bool:

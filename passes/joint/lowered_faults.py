@@ -136,7 +136,7 @@ def read_low_results(graph: fx.Graph) -> bool:
     for node in graph.find_nodes(op="call_function", target=_CONVERT):
         if ir.dtype(node.args[0]) not in HALF or ir.dtype(node) is not torch.float32:
             continue
-        views = _views(node)
+        views = list(ir.reached([node], lambda view: filter(_is_view, view.users)))
         returned = [view for view in views if output in view.users]
         others = [user for view in views for user in view.users if user not in (output, *views)]
         if not (len(returned) == 1 and others and _is_product(node.args[0])):
@@ -145,11 +145,6 @@ def read_low_results(graph: fx.Graph) -> bool:
             output.replace_input_with(returned[0], _again(returned[0], node))
             changed = True
     return changed
-
-
-def _views(node: fx.Node) -> list[fx.Node]:
-    """The node and all views of it."""
-    return list(ir.reached([node], lambda view: filter(_is_view, view.users)))
 
 
 def _is_view(node: fx.Node) -> bool:
