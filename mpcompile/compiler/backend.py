@@ -19,7 +19,6 @@ from ..errors import CannotRewrite, MPCompileError, in_one_line, warn
 from ..ir.dtypes import half_of
 from ..ir.parameter_updates import is_update
 from ..planner.graph_plan import O0_ASKED, GraphPlan, plan_of_left
-from ..planner.outside_products import counted
 from ..planner.target import place_of
 from ..rules.policy import Level
 from ..scaling import hooks, parameters, uncalled
@@ -28,6 +27,7 @@ from ..torch_inside import given_up
 from ..torch_inside.breaks import why_it_ends
 from ..torch_inside.dynamo import traced_code
 from ..torch_inside.names import RestartAnalysis
+from ..torch_inside.outside_products import counted
 from ..torch_inside.tracing_settings import or_broken
 from .graph_function import function_of, function_of_left
 from .plan_graph import Facts, plan_graph

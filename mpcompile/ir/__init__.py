@@ -1,4 +1,5 @@
-"""The graph that passes rewrite: typed access to its nodes, edits, text, and checks of legality.
+"""The graph that passes rewrite: typed access to its nodes, edits, text, and checks of legality;
+and that of autograd, whose nodes carry its gradients (`units`, `second_backward`).
 
 Passes read and write `node.meta` only through this room.
 """

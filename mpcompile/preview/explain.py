@@ -35,7 +35,6 @@ from ..devices.gpus import gpu
 from ..errors import MPCompileError, in_one_line, warn
 from ..ir.fakes import fake_twin, memory_for
 from ..planner.graph_plan import GraphPlan, plan_of_left
-from ..planner.outside_products import aside, counted
 from ..planner.partitioned import Partitioned
 from ..planner.plan_data import ModuleLine, OutsideLine
 from ..planner.target import Repairs, device_of, place_of, target_of
@@ -56,6 +55,7 @@ from ..torch_inside.names import (
     TorchRuntimeError,
     pytree,
 )
+from ..torch_inside.outside_products import aside, counted
 from ..torch_inside.owned_backend import compiled_apart, nothing_compiled, weakly
 from ..torch_inside.tracing_settings import settings_for, traced_with
 from .stand_ins import Answers, StandIns, no_trace

@@ -29,10 +29,10 @@ from torch.nn.parallel import DistributedDataParallel
 from ..devices.registry import is_supported
 from ..errors import MPCompileError, shortened, warn
 from ..planner.graph_plan import GraphPlan
-from ..planner.outside_products import Outside
 from ..planner.plan_data import ENOUGH
 from ..planner.target import target_of
 from ..torch_inside.modules import compiled_call, plain_call, set_compiled_call
+from ..torch_inside.outside_products import Outside
 from ..torch_inside.owned_backend import entry
 
 CompilePart = Callable[[nn.Module], Callable[..., Any]]

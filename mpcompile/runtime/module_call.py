@@ -29,7 +29,6 @@ from torch import nn
 
 from ..devices.autocast import noting_regions, refuse_autocast_forward, without_autocast
 from ..errors import MPCompileError
-from ..planner.outside_products import aside
 from ..ranks import fsdp
 from ..scaling import parameters, uncalled
 from ..scaling.kept_copies import follow_grad_mode
@@ -42,6 +41,7 @@ from ..torch_inside.modules import (
     set_compiled_call,
 )
 from ..torch_inside.names import BackendCompilerFailed, autocast_is_on, torchscript_trace
+from ..torch_inside.outside_products import aside
 from ..torch_inside.owned_backend import compiled_by, entry, shared_entry
 from ..torch_inside.tensors import mark_on, version
 from ..torch_inside.tracing_settings import is_inlined, settings_for, traced_with

@@ -19,13 +19,13 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.fx.experimental.symbolic_shapes import optimization_hint
 from torch.optim import Optimizer
 from torch.utils.checkpoint import CheckpointFunction
 from torch.utils.flop_counter import flop_registry
 
-from ..ir import hint, tensors_of
-from ..torch_inside.breaks import skipped_since, skips
-from ..torch_inside.names import TorchDispatchMode, current_mode, current_node
+from .breaks import skipped_since, skips
+from .names import TorchDispatchMode, current_mode, current_node, pytree
 
 _WIDE = (torch.float32, torch.float64)
 _REENTRANT = CheckpointFunction.forward.__code__  # what is called by its frame isn't compiled
@@ -114,7 +114,7 @@ class Outside(TorchDispatchMode):
         flops = flop_registry.get(getattr(func, "overloadpacket", None))
         if flops is None or self._aside or current_node() is not None:
             return result  # a backward within the forward, where it has a node
-        first = next(tensors_of(result))
+        first = next(filter(torch.is_tensor, pytree.tree_leaves(result)))
         frames = tuple(_frames(sys._getframe(1)))
         callers = [frame.f_locals.get("self") for frame in frames]
         # An optimizer's products make an update, which is not rounded.
@@ -129,7 +129,8 @@ class Outside(TorchDispatchMode):
             path = ""
             if modules:
                 path = type(modules[0]).__name__ if paths is None else paths[modules[0]]
-            self.modules[path] += hint(flops(*args, **kwargs, out_val=result))
+            # A preview's count may hold symbols.
+            self.modules[path] += optimization_hint(flops(*args, **kwargs, out_val=result), 1)
         return result
 
 
