@@ -83,13 +83,9 @@ def emit(
         if how == "eager":
             run: Callable[..., Any] = _as_it_is(gm)
         else:
-            inductor = _inductor(mode, options, joint, inner, verify) if how == "inductor" else None
-            compile_graph = inductor or _aot_eager
-            if inductor and joint.recomputes:
-                # torch's partitioner stores what a product reads, though a fused kernel can make it
-                # of stored values: the results of GELU and of a norm.
-                again = names.aot_settings(ban_recompute_materialized_backward=False)
-                compile_graph = again(compile_graph)
+            compile_graph: Compiler = _aot_eager
+            if how == "inductor":
+                compile_graph = _inductor(mode, options, joint, inner, verify)
             compiler = functools.partial(_compiled, compile_graph)
             around = _untouched if untouched else _rewritten
             run = (_sparing if sparing else around)(gm, example_inputs, compiler)

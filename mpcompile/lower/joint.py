@@ -2,9 +2,9 @@
 
 Inductor runs the first as its `joint_custom_post_pass`: on the joint graph of forward and backward,
 after its own passes on it, so GEMMs are already padded and chains of casts merged. Those for the
-halves run after the partitioner, which its `custom_partitioner_fn` calls; the last ones as its
-`post_grad_custom_post_pass`, on a graph that is about to be lowered. Their source is part of the
-key of Inductor's caches. No global setting is changed.
+halves run after the partitioner, which its `custom_partitioner_fn` calls, or `PartStep` in a whole
+step; the last ones as its `post_grad_custom_post_pass`, on a graph that is about to be lowered.
+Their source is part of the key of Inductor's caches. No global setting is changed.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from torch import fx
 
 from ..devices.registry import capabilities
 from ..devices.torch_faults import ZEROS_ARE_REUSED
-from ..passes.joint.keep_normalized import keep_normalized
-from ..passes.joint.kept_for_backward import WEIGHT, store_masks_as_bytes
+from ..passes.joint.keep_normalized import keep_normalized, keep_softmax
+from ..passes.joint.kept_for_backward import WEIGHT, keep_sources, store_masks_as_bytes
 from ..passes.joint.lay_images import lay_channels_last, lay_low_images
 from ..passes.joint.lowered_faults import fill_zeros, read_low_results
 from ..passes.joint.together import cast_together, unscale_together
@@ -33,13 +33,18 @@ from ..torch_inside.inductor import CHECKPOINTED
 from ..torch_inside.names import (
     CustomGraphPass,
     CustomPartitionerFn,
+    aot_settings,
     get_hash_for_files,
     min_cut_rematerialization_partition,
 )
+from .part_step import PartStep
 
 OPTION = "joint_custom_post_pass"
 LOWERED = "post_grad_custom_post_pass"
 PARTITIONER = "custom_partitioner_fn"
+# In an inference's graph, Inductor moves to the end what only its results read: the gradients of
+# all weights, with all that they are made of.
+_TO_THE_END = "reorder_for_locality"
 # The effect of a pass depends on its own file and on the modules it calls in these rooms.
 _ASKED = tuple(
     str(file)
@@ -70,7 +75,9 @@ class JointPasses:
             for it, unless the program has a checkpoint: 2 bytes an element until then. Else it
             casts the weights again, which is 6 bytes of traffic an element, and a launch.
         recomputes: whether the backward makes operands of matrix products again, where one fused
-            kernel can make them of stored values; casts of weights are among these.
+            kernel can make them of stored values: the results of GELU and of a norm, and casts of
+            weights. Else torch's partitioner stores what a product reads.
+        whole: forward and backward stay one graph.
     """
 
     joint: tuple[JointPass, ...] = ()
@@ -79,6 +86,7 @@ class JointPasses:
     lowered: tuple[JointPass, ...] = ()
     keeps_casts: bool = False
     recomputes: bool = False
+    whole: bool = False
 
 
 NO_PASSES = JointPasses()
@@ -115,14 +123,16 @@ def joint_passes(
     # A whole step looks at each gradient by itself.
     together = (cast_together,) if whole else (cast_together, unscale_together)
     few = together if there.spares_launches else ()
+    softmax = () if level is Level.O1 else (keep_softmax,)
     return JointPasses(
         joint=(widen_weight_gradients,) if widens else (),
         # Where `y` is made again from `x`, FP32 costs no more memory than both in half.
-        parting=() if recomputes else (keep_normalized,),
-        halves=(store_masks_as_bytes,) if there.slow_bools else (),
+        parting=(*softmax, *(() if recomputes else (keep_normalized,))),
+        halves=(keep_sources,) if whole else (store_masks_as_bytes,) if there.slow_bools else (),
         lowered=(*zeros, *images, *few, read_low_results),
         keeps_casts=not (sharded or recomputes),
         recomputes=recomputes,
+        whole=whole,
     )
 
 
@@ -142,14 +152,19 @@ def with_joint_passes(
         return given.get(name, inductor.setting(name))
 
     backends = str(setting("max_autotune_gemm_backends")).upper()
-    if passes.joint and not setting("cpp_wrapper") and "ATEN" in backends:
-        given[OPTION] = appended(setting(OPTION), passes.joint)
+    joint = passes.joint if not setting("cpp_wrapper") and "ATEN" in backends else ()
+    partitioner = Partitioner(setting(PARTITIONER), passes)
+    if passes.whole:
+        joint = (*joint, PartStep(partitioner))
+        given.setdefault(_TO_THE_END, False)
+    elif passes.parting or passes.halves:
+        given[PARTITIONER] = partitioner
+    if joint:
+        given[OPTION] = appended(setting(OPTION), joint)
     refused = () if setting("layout_optimization") else _LAYOUTS
     refused = (*refused, *_WITH_OPERATORS) if setting("cpp_wrapper") else refused
     if lowered := [one for one in passes.lowered if one not in refused]:
         given[LOWERED] = appended(setting(LOWERED), lowered)
-    if passes.parting or passes.halves:
-        given[PARTITIONER] = Partitioner(setting(PARTITIONER), passes)
     return given or None
 
 
@@ -199,7 +214,9 @@ class Partitioner(CustomPartitionerFn):
                 gm.recompile()
         partition = self.theirs or min_cut_rematerialization_partition
         has_checkpoint = any(CHECKPOINTED in node.meta for node in gm.graph.nodes)
-        forward, backward = partition(gm, joint_inputs, **kwargs)
+        again = [("ban_recompute_materialized_backward", False)] if self.passes.recomputes else []
+        with aot_settings(dict(again)):
+            forward, backward = partition(gm, joint_inputs, **kwargs)
         if has_checkpoint or not self.passes.keeps_casts:
             inputs = forward.graph.find_nodes(op="placeholder")
             for number in kwargs.get("static_lifetime_input_indices") or ():
@@ -216,9 +233,12 @@ class Partitioner(CustomPartitionerFn):
         """
         theirs = (self.theirs.uuid() or uuid4()) if self.theirs else "Inductor's"
         passes: tuple[Callable[..., bool], ...] = (*self.passes.parting, *self.passes.halves)
-        return (theirs, self.passes.keeps_casts, *map(_source_of, passes))
+        kept = self.passes.keeps_casts, self.passes.recomputes
+        return (theirs, *kept, *map(_source_of, passes))
 
 
-def _source_of(pass_: Callable[..., bool]) -> bytes:
+def _source_of(pass_: Callable[..., bool]) -> Any:
     """A hash of the files that the effect of a pass of ours depends on."""
+    if isinstance(pass_, PartStep):
+        return (get_hash_for_files((inspect.getfile(PartStep),)), pass_.partition.uuid())
     return get_hash_for_files((inspect.getfile(pass_), *_ASKED))

@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from ..scaling.loss_scale import LossScale
+from ..torch_inside.names import pytree
 from .forward import CopyInput, TracedForward
 from .parts import BACKWARD, STEP
 
@@ -94,6 +95,8 @@ def go_backward(
     counts = {scale: n for scale, n in scaled if scale is not None and n is not None}
     own = [x for i, x in enumerate(inputs) if x.requires_grad or i in read]
     wanted = [*own, *(leaf for *_, leaf in reads), *counts.values()]
+    if options.get("grad_outputs") is None:
+        options["grad_outputs"] = pytree.tree_map(_begin, losses)
     given: Sequence[Any] = torch.autograd.grad(losses, wanted, allow_unused=True, **options)
     gradients, rest = iter(given[: len(own)]), given[len(own) :]
     of_copies, overflows = rest[: len(reads)], rest[len(reads) :]
@@ -118,6 +121,10 @@ def go_backward(
             grad = true if grad is None else grad + true
         arrived.append(grad)
     return arrived, found
+
+
+def _begin(loss: torch.Tensor) -> torch.Tensor:
+    return torch.ops.mpcompile.begin_backward.default(loss.detach())  # type: ignore[no-any-return]
 
 
 def _reads(ran: Sequence[TracedForward]) -> list[tuple[TracedForward, CopyInput, torch.Tensor]]:

@@ -2,8 +2,9 @@
 
 make_fx runs the program on FakeTensors: autograd derives the backward there, from the rewritten
 forwards, and what remains is a plain sequence of operators, with writes to the parameters and to
-what is held between steps. Inductor compiles it like the graph of an inference: nothing is saved
-for a backward, every gradient dies where it is used, and all of it is fused as one program.
+what is held between steps. Inductor compiles it like the graph of an inference: every gradient dies
+where it is used, and all of it is fused as one program. What the backward reads is kept, or made
+again, as in pieces (`lower/part_step.py`).
 
 On a CPU it is cut where the memory of one forward and backward is free for the next. Inductor may
 run in any order what does not depend on each other, and fuses loops of one length. So in one graph
@@ -27,10 +28,11 @@ from .. import ir
 from ..devices.registry import capabilities
 from ..errors import CannotRewrite
 from ..lower.inference import Function, compile_inference, options_for_joins, outliving, replays
-from ..lower.joint import NO_PASSES, joint_passes, with_joint_passes
+from ..lower.joint import JointPasses, joint_passes, with_joint_passes
 from ..lower.sections import chained
 from ..lower.write_order import inductor_for
 from ..operators.rnn_layer import IN_A_GRAPH
+from ..passes.joint.kept_for_backward import keep_sources
 from ..planner.target import place_of
 from ..rules.policy import Level
 from ..scaling.loss_scale import LossScale
@@ -145,8 +147,10 @@ def compiled(
         options.setdefault("emulate_precision_casts", True)
     inputs = graph.graph.find_nodes(op="placeholder")
     device = place_of([n.meta["val"] for n in inputs])
-    level, options = settings.level, {**options_for_joins(graph.graph, device), **options}
-    passes = NO_PASSES if level is Level.O0 else joint_passes(level, program.device, whole=True)
+    options = {**options_for_joins(graph.graph, device), **options}
+    passes = JointPasses(whole=True, halves=(keep_sources,), recomputes=settings.recompute)
+    if (level := settings.level) is not Level.O0:
+        passes = joint_passes(level, program.device, whole=True, recompute=settings.recompute)
     patches = inductor_for(settings.mode, with_joint_passes(options, passes)).config
     if max(traced.phases.values()) and _is_cut(inputs, device):
         return _by_phase(graph, traced.phases, lambda part: _by_inductor(part, (), patches, verify))

@@ -81,7 +81,7 @@ class WholeBackend:
         uncalled.reached(example_inputs)
         for optimizer in stepped_without_gradient(gm.graph):
             hooks.say_no_gradient(optimizer)
-        _check(example_inputs, settings)
+        _check(example_inputs)
         try:
             program = StepProgram(gm, example_inputs, settings, self.varying)
             traced = one_graph.trace(program)
@@ -130,10 +130,8 @@ def _check_graph(gm: fx.GraphModule) -> None:
         raise CannotRewrite("a parameter is a constant of the graph (mark_static_address)")
 
 
-def _check(example_inputs: Sequence[Any], settings: Settings) -> None:
+def _check(example_inputs: Sequence[Any]) -> None:
     if is_distributed():
         raise CannotRewrite("gradients are exchanged between processes")
-    if settings.recompute:
-        raise CannotRewrite("recompute=True is about a backward that is compiled apart")
     if any(is_leaf(x) and any(hooks_on(x)) for x in example_inputs):
         raise CannotRewrite("a parameter has a hook that reads its gradient")
