@@ -28,7 +28,6 @@ from .. import ir
 from ..ir import aten
 from ..torch_inside.names import CustomPartitionerFn, HigherOrderOperator
 
-_BEGIN = torch.ops.mpcompile.begin_backward.default
 _COPY = aten.copy_.default
 
 
@@ -40,10 +39,12 @@ class PartStep:
 
     def __call__(self, graph: fx.Graph) -> bool:
         """Rewrite the graph; see the module. Returns whether it changed anything."""
-        begins = graph.find_nodes(op="call_function", target=_BEGIN)
-        if len(begins) == 1 and all(map(_is_functional, graph.nodes)):
+        target = torch.ops.mpcompile.begin_backward.default
+        begins = graph.find_nodes(op="call_function", target=target)
+        opaque = any(isinstance(node.target, HigherOrderOperator) for node in graph.nodes)
+        if len(begins) == 1 and not opaque:
             self._part(graph, begins[0])
-        for begin in graph.find_nodes(op="call_function", target=_BEGIN):
+        for begin in graph.find_nodes(op="call_function", target=target):
             like = ir.value(begin)
             with graph.inserting_before(begin):
                 kind = {"dtype": like.dtype, "device": like.device}
@@ -81,15 +82,6 @@ class PartStep:
             node.replace_all_uses_with(now)
         for node in reversed(calls):
             graph.erase_node(node)
-
-
-def _is_functional(node: fx.Node) -> bool:
-    """Whether it writes to nothing, or at the end of the graph to an input."""
-    if node.target is _COPY:
-        return node.args[0].op == "placeholder" and not node.users  # type: ignore[union-attr]
-    if isinstance(node.target, HigherOrderOperator):
-        return False
-    return not (ir.is_op(node) and node.target._schema.is_mutable)  # type: ignore[union-attr]
 
 
 def _copied(graph: fx.Graph, part: fx.GraphModule, known: dict[str, fx.Node]) -> list[fx.Node]:

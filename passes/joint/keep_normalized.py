@@ -110,10 +110,8 @@ def _is_softmax(node: fx.Node) -> bool:
 
 def _rounded(node: fx.Node, forward: set[fx.Node]) -> torch.dtype | None:
     """The half that the forward reads this FP32 value in, if it reads nothing else of it."""
-    users = forward.intersection(node.users)
-    low = {ir.dtype(user) for user in users if user.target is _CONVERT}
-    is_read_low = len(low) == 1 and all(user.target is _CONVERT for user in users)
-    return next((t for t in low if t in HALF), None) if is_read_low else None
+    kinds = {ir.dtype(user) for user in forward.intersection(node.users)}
+    return kinds.pop() if len(kinds) == 1 and kinds < {*HALF} else None
 
 
 def _is_free(norm: _Norm, others: set[fx.Node]) -> bool:
