@@ -110,7 +110,8 @@ def _is_softmax(node: fx.Node) -> bool:
 
 def _rounded(node: fx.Node, forward: set[fx.Node]) -> torch.dtype | None:
     """The half that the forward reads this FP32 value in, if it reads nothing else of it."""
-    kinds = {ir.dtype(user) for user in forward.intersection(node.users)}
+    users = forward.intersection(node.users)
+    kinds = {ir.dtype(user) if user.target is _CONVERT else None for user in users}
     return kinds.pop() if len(kinds) == 1 and kinds < {*HALF} else None
 
 

@@ -1,8 +1,8 @@
 """joint: which passes run on the joint graph, how Inductor runs them, what its caches know."""
 
-import dataclasses
 import importlib.util
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ from mpcompile.lower.joint import (
     joint_passes,
     with_joint_passes,
 )
-from mpcompile.passes.joint.keep_normalized import keep_normalized
+from mpcompile.passes.joint.keep_normalized import keep_normalized, keep_softmax
 from mpcompile.passes.joint.kept_for_backward import (
     keep_sources,
     keep_written_inputs,
@@ -51,7 +51,7 @@ IMAGES = JointPasses(lowered=(lay_low_images,))
 CHECKS = JointPasses(parting=(keep_normalized,), lowered=LOWERED_ON_CUDA[1:], keeps_casts=True)
 OURS = JointPasses(joint=(widen_weight_gradients,))
 WITHOUT_GEMMS = JointPasses(parting=(keep_normalized,), lowered=LOWERED_ON_CUDA, keeps_casts=True)
-ON_CUDA = dataclasses.replace(WITHOUT_GEMMS, joint=OURS.joint)
+ON_CUDA = replace(WITHOUT_GEMMS, joint=OURS.joint)
 ON_CPU = JointPasses(halves=(store_masks_as_bytes,), lowered=(read_low_results,), recomputes=True)
 ZEROS = (fill_zeros,) if ZEROS_ARE_REUSED.is_here() else ()
 counters = torch._dynamo.utils.counters
@@ -85,8 +85,10 @@ def one(options: dict[str, Any] | None = None, passes: JointPasses = OURS) -> An
 
 def test_on_cuda_below_o2_and_on_a_cpu_at_every_level() -> None:
     for level in (Level.O1, Level.O2, Level.O3):
-        assert passes_for(level=level) == (ON_CUDA if level is Level.O1 else WITHOUT_GEMMS)
-        assert passes_for("cpu", level) == ON_CPU
+        low = () if level is Level.O1 else (keep_softmax,)
+        there = ON_CUDA if level is Level.O1 else WITHOUT_GEMMS
+        assert passes_for(level=level) == replace(there, parting=(*low, keep_normalized))
+        assert passes_for("cpu", level) == replace(ON_CPU, parting=low)
 
 
 def test_whole_steps_have_one_more_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,10 +116,12 @@ def test_operands_and_casts_are_made_again_on_a_cpu_and_where_memory_is_asked_fo
     assert (passes.keeps_casts, passes.recomputes) == (keeps_casts, recomputes)
 
 
-def test_caches_know_whether_casts_are_kept() -> None:
-    given = (with_joint_passes(None, JointPasses(halves=ON_CPU.halves, keeps_casts=keeps))
-             for keeps in (False, True))  # fmt: skip
-    one, other = (options[PARTITIONER].uuid() for options in given if options)
+@pytest.mark.parametrize("more", [{"keeps_casts": True}, {"recomputes": True}])
+@pytest.mark.parametrize("whole", [False, True])
+def test_caches_know_what_is_kept(more: dict[str, bool], whole: bool) -> None:
+    known = JointPasses(halves=ON_CPU.halves, whole=whole)
+    given = (with_joint_passes(None, passes) for passes in (known, replace(known, **more)))
+    one, other = (options[OPTION if whole else PARTITIONER].uuid() for options in given if options)
     assert one != other
 
 

@@ -1,4 +1,4 @@
-"""keep_normalized: what a norm's backward reads is kept in half, the forward as it was."""
+"""keep_normalized, keep_softmax: what the backward reads is kept in half, the forward as it was."""
 
 import functools
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from torch._inductor.decomposition import select_decomp_table
 from torch.utils.checkpoint import checkpoint
 
 from mpcompile.lower.joint import JointPasses, Partitioner
-from mpcompile.passes.joint.keep_normalized import keep_normalized
+from mpcompile.passes.joint.keep_normalized import keep_normalized, keep_softmax
 
 ROWS, WIDTH = 24, 16
 Norm = Callable[[Tensor], Tensor]
@@ -56,7 +56,7 @@ def run(
         kept.extend(t.dtype for t in values if isinstance(t, Tensor) and t.shape == given[0].shape)
         return make_boxed_func(gm.forward)
 
-    passes = JointPasses(parting=(keep_normalized,) if keeps else ())
+    passes = JointPasses(parting=(keep_normalized, keep_softmax) if keeps else ())
     backend = aot_autograd(
         fw_compiler=forward, bw_compiler=lambda gm, inputs: make_boxed_func(gm.forward),
         partition_fn=Partitioner(None, passes), decompositions=select_decomp_table(),
@@ -187,3 +187,60 @@ def test_left_as_it_is(function: Callable[..., Any]) -> None:
     assert kept == still
     assert torch.equal(before, after)
     assert all(map(torch.equal, exact, grads))
+
+
+# -- keep_softmax ----------------------------------------------------------------------------------
+
+
+def safe(x: Tensor) -> Tensor:
+    """The first row is masked from end to end."""
+    masked = x.masked_fill((torch.arange(ROWS) < 1)[:, None], float("-inf"))
+    result: Tensor = torch.ops.aten._safe_softmax(masked, -1)
+    return result
+
+
+@pytest.mark.parametrize("low", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("softmax", [functools.partial(torch.softmax, dim=-1), safe])
+def test_the_backward_of_a_softmax_reads_half(softmax: Norm, low: torch.dtype) -> None:
+    def function(low: torch.dtype, x: Tensor, w: Tensor, v: Tensor) -> Tensor:
+        scores = x.cumsum(0) + (x.to(low) @ w.to(low)).to(x.dtype)
+        return (softmax(scores).to(low) @ v.to(low)).to(x.dtype)
+
+    given = inputs()
+    before, exact, kept = run(functools.partial(function, low), given, False)
+    assert torch.float32 in kept
+    after, rounded, kept = run(functools.partial(function, low), given, True)
+    assert torch.float32 not in kept
+    assert torch.equal(before, after)
+    wide = [t.detach().double().requires_grad_() for t in given]
+    result = function(torch.float64, *wide)
+    for one, other, right in zip(
+        rounded, exact, torch.autograd.grad(result, wide, weights(result)), strict=True
+    ):
+        assert error(one, right) < 1.3 * error(other, right) + torch.finfo(low).eps / 4
+    assert not torch.equal(rounded[0], exact[0])
+
+
+def shares(x: Tensor, w: Tensor) -> Tensor:
+    return stream(x, w).softmax(-1)
+
+
+def checkpointed_softmax(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
+    result: Tensor = checkpoint(lambda: low(shares(x, w), v), use_reentrant=False)
+    return result.cos()
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        pytest.param(lambda x, w, v: (p := shares(x, w), low(p, v)), id="returned"),
+        pytest.param(lambda x, w, v: low(p := shares(x, w), v) + p.log(), id="read in FP32"),
+        pytest.param(lambda x, w, v: low(p := shares(x, w), v) + torch.var_mean(p)[0], id="a pair"),
+        pytest.param(lambda x, w, v: shares(x, w) @ v, id="nothing is low"),
+        pytest.param(lambda x, w, v: low(stream(x, w).log_softmax(-1), v), id="a logarithm"),
+        pytest.param(lambda x, w, v: low(stream(x, w).sigmoid(), v), id="a sigmoid"),
+        checkpointed_softmax,
+    ],
+)
+def test_other_softmaxes_are_left(function: Callable[..., Any]) -> None:
+    test_left_as_it_is(function)

@@ -2,6 +2,7 @@
 LSTMs, and the memory that micro-batches take. The other files compile without it.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,7 @@ from whole_steps import Run, Setting, agree, agree_left, batches, gan, gan_calls
 
 from benchmarks.harness.peak import peak_bytes
 from benchmarks.models import Tagger
-from mpcompile import MPOptimizer, train_step
+from mpcompile import MPOptimizer, mpcompile, train_step
 from mpcompile.whole_step import one_graph
 from mpcompile.whole_step.forward import ExtraInputs
 
@@ -111,6 +112,38 @@ def test_micro_batches_need_memory_for_one_of_them(graphs: list[int]) -> None:
 
     assert peak(4) < 0.4 * peak(1)
     assert len(graphs) == 4 + 1
+
+
+@pytest.mark.slow("compiles by Inductor")
+@pytest.mark.parametrize("level", ["O0", "O1", "O2"])
+def test_a_step_needs_no_more_memory_than_its_pieces(level: str) -> None:
+    def block() -> nn.Module:
+        parts = nn.LayerNorm(32), nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32), nn.Softmax(-1)
+        return nn.Sequential(*parts)
+
+    def peak(whole: bool) -> int:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(block() for _ in range(6)))
+        optimizer = MPOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        options: Any = {"level": level, "dtype": torch.bfloat16, "recompute": True}
+        if whole:
+            step = train_step(model, optimizer, F.mse_loss, **options)
+        else:
+            mpcompile(model, **options)
+            step = functools.partial(in_pieces, model, optimizer)
+        x, y = torch.randn(4096, 32), torch.randn(4096, 32)
+        for _ in range(3):
+            step(x, y)
+        assert not whole or step.left is None
+        return peak_bytes(lambda: step(x, y), torch.device("cpu"))
+
+    assert peak(True) <= 1.01 * peak(False)
+
+
+def in_pieces(model: nn.Module, optimizer: Any, x: torch.Tensor, y: torch.Tensor) -> None:
+    F.mse_loss(model(x), y).backward()
+    optimizer.step()
+    optimizer.zero_grad()
 
 
 def test_what_a_step_replaces_is_told_from_what_stays() -> None:
