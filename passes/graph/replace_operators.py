@@ -39,7 +39,7 @@ from torch import fx
 from mpcompile import ir
 from mpcompile.ir import Mark, aten
 from mpcompile.planner.times import is_written_out
-from mpcompile.rules.policy import Config, Level, Precision
+from mpcompile.rules.policy import Config, Precision
 from mpcompile.torch_inside.graphs import schema
 from mpcompile.torch_inside.names import OpOverload
 

@@ -30,12 +30,21 @@ def centred(x: Tensor) -> Tensor:
     return x * torch.rsqrt((x * x).mean(-1, keepdim=True) + 1e-6)
 
 
+def masked(x: Tensor) -> Tensor:
+    """The first row is masked from end to end."""
+    hidden = x.masked_fill((torch.arange(ROWS) < 1)[:, None], float("-inf"))
+    result: Tensor = torch.ops.aten._safe_softmax(hidden, -1)
+    return result
+
+
 NORMS: dict[str, Norm] = {
     "layer_norm": lambda x: F.layer_norm(x, (WIDTH,)),
     "rms_norm": lambda x: F.rms_norm(x, (WIDTH,)),
     "batch_norm": lambda x: F.batch_norm(x, None, None, training=True),
     "rms": rms,
     "centred": centred,
+    "softmax": lambda x: x.softmax(-1),
+    "masked": masked,
 }
 
 
@@ -147,8 +156,12 @@ def across(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
     return square + low(square * torch.rsqrt(square.pow(2).mean(-1) + 1e-6), v)
 
 
-def checkpointed(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
-    inner = functools.partial(program, rms, torch.float16, add=0.0)
+def shares(x: Tensor, w: Tensor) -> Tensor:
+    return stream(x, w).softmax(-1)
+
+
+def checkpointed(norm: Norm, x: Tensor, w: Tensor, v: Tensor) -> Tensor:
+    inner = functools.partial(program, norm, torch.float16, add=0.0)
     result: Tensor = checkpoint(inner, x, w, v, use_reentrant=False)
     return result.cos()
 
@@ -177,7 +190,12 @@ def test_what_is_no_norm_is_left(norm: Norm) -> None:
             id="centred read",
         ),
         across,
-        checkpointed,
+        *(functools.partial(checkpointed, norm) for norm in (rms, NORMS["softmax"])),
+        pytest.param(lambda x, w, v: (p := shares(x, w), low(p, v)), id="softmax returned"),
+        pytest.param(lambda x, w, v: low(p := shares(x, w), v) + p.log(), id="softmax in FP32"),
+        pytest.param(lambda x, w, v: low(p := shares(x, w), v) + torch.var_mean(p)[0], id="a pair"),
+        pytest.param(lambda x, w, v: low(stream(x, w).log_softmax(-1), v), id="log_softmax"),
+        pytest.param(lambda x, w, v: low(stream(x, w).sigmoid(), v), id="sigmoid"),
     ],
 )
 def test_left_as_it_is(function: Callable[..., Any]) -> None:
@@ -187,60 +205,3 @@ def test_left_as_it_is(function: Callable[..., Any]) -> None:
     assert kept == still
     assert torch.equal(before, after)
     assert all(map(torch.equal, exact, grads))
-
-
-# -- keep_softmax ----------------------------------------------------------------------------------
-
-
-def safe(x: Tensor) -> Tensor:
-    """The first row is masked from end to end."""
-    masked = x.masked_fill((torch.arange(ROWS) < 1)[:, None], float("-inf"))
-    result: Tensor = torch.ops.aten._safe_softmax(masked, -1)
-    return result
-
-
-@pytest.mark.parametrize("low", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("softmax", [functools.partial(torch.softmax, dim=-1), safe])
-def test_the_backward_of_a_softmax_reads_half(softmax: Norm, low: torch.dtype) -> None:
-    def function(low: torch.dtype, x: Tensor, w: Tensor, v: Tensor) -> Tensor:
-        scores = x.cumsum(0) + (x.to(low) @ w.to(low)).to(x.dtype)
-        return (softmax(scores).to(low) @ v.to(low)).to(x.dtype)
-
-    given = inputs()
-    before, exact, kept = run(functools.partial(function, low), given, False)
-    assert torch.float32 in kept
-    after, rounded, kept = run(functools.partial(function, low), given, True)
-    assert torch.float32 not in kept
-    assert torch.equal(before, after)
-    wide = [t.detach().double().requires_grad_() for t in given]
-    result = function(torch.float64, *wide)
-    for one, other, right in zip(
-        rounded, exact, torch.autograd.grad(result, wide, weights(result)), strict=True
-    ):
-        assert error(one, right) < 1.3 * error(other, right) + torch.finfo(low).eps / 4
-    assert not torch.equal(rounded[0], exact[0])
-
-
-def shares(x: Tensor, w: Tensor) -> Tensor:
-    return stream(x, w).softmax(-1)
-
-
-def checkpointed_softmax(x: Tensor, w: Tensor, v: Tensor) -> Tensor:
-    result: Tensor = checkpoint(lambda: low(shares(x, w), v), use_reentrant=False)
-    return result.cos()
-
-
-@pytest.mark.parametrize(
-    "function",
-    [
-        pytest.param(lambda x, w, v: (p := shares(x, w), low(p, v)), id="returned"),
-        pytest.param(lambda x, w, v: low(p := shares(x, w), v) + p.log(), id="read in FP32"),
-        pytest.param(lambda x, w, v: low(p := shares(x, w), v) + torch.var_mean(p)[0], id="a pair"),
-        pytest.param(lambda x, w, v: shares(x, w) @ v, id="nothing is low"),
-        pytest.param(lambda x, w, v: low(stream(x, w).log_softmax(-1), v), id="a logarithm"),
-        pytest.param(lambda x, w, v: low(stream(x, w).sigmoid(), v), id="a sigmoid"),
-        checkpointed_softmax,
-    ],
-)
-def test_other_softmaxes_are_left(function: Callable[..., Any]) -> None:
-    test_left_as_it_is(function)
