@@ -74,7 +74,9 @@ class Observer(fx.Interpreter):
         so that all runs from one seed draw the same.
         """
         if ir.is_op(n) and ir.rule(n).random and ir.rule(n).product is None and not ir.written(n):
-            return self._random(n)
+            args, kwargs = pytree.tree_map(_in_fp32, self.fetch_args_kwargs_from_env(n))
+            result = n.target(*args, **kwargs)  # type: ignore[operator]
+            return result.to(self.dtype_of(n)) if is_float(result) else result
         result = super().run_node(n)
         if n.op == "placeholder" and isinstance(result, torch.Tensor) and result.dtype in HALF:
             return result.to(self.dtype_of(n))  # a weight that is stored low, of an FP32 program
@@ -83,13 +85,6 @@ class Observer(fx.Interpreter):
     def dtype_of(self, n: fx.Node) -> torch.dtype:
         """The dtype in which this run stores the result of a node of one result."""
         return ir.dtype(n)
-
-    def _random(self, n: fx.Node) -> Any:
-        args, kwargs = pytree.tree_map(_in_fp32, self.fetch_args_kwargs_from_env(n))
-        result = n.target(*args, **kwargs)  # type: ignore[operator]
-        if isinstance(result, torch.Tensor) and result.is_floating_point():
-            return result.to(self.dtype_of(n))
-        return result
 
     # -- what is recorded -------------------------------------------------------------------------
 
