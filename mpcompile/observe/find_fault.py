@@ -111,9 +111,8 @@ def _own(case: GraphRuns) -> Fault | None:
     if case.full is None:
         return None
     results = case.graph.output_node().all_input_nodes
-    loss = case.loss
     harm = any(case.value(x).nans for x in results)
-    harm |= any(case.value(x).bad and _is_hurt(case, x, loss) for x in results)
+    harm |= any(case.value(x).bad and _is_hurt(case, x) for x in results)
     harm |= case.gradients_arrive_bad()
     inputs = case.graph.find_nodes(op="placeholder")
     if not harm or any((case.excess(x) or 0) > 0 for x in inputs):
@@ -125,10 +124,10 @@ def _own(case: GraphRuns) -> Fault | None:
     return None
 
 
-def _is_hurt(case: GraphRuns, result: fx.Node, loss: float | None) -> bool:
+def _is_hurt(case: GraphRuns, result: fx.Node) -> bool:
     """Whether an infinite result does harm: by the loss, or else by the gradient that it gets."""
-    if loss is not None:
-        return not isfinite(loss)
+    if case.loss is not None:
+        return not isfinite(case.loss)
     return bool(case.low.gradients.get(result.name, Numbers()).bad)
 
 
