@@ -147,11 +147,9 @@ def _why_own(case: GraphRuns, n: fx.Node) -> str:
 
 def _is_born(case: GraphRuns, n: fx.Node, *, nans: bool = False) -> bool:
     """Whether a value is not finite (NaN), though what the node reads is."""
-    found = case.value(n)
-    read = [case.value(operand) for operand in n.all_input_nodes]
-    if nans:
-        return bool(found.nans) and not any(numbers.nans for numbers in read)
-    return bool(found.bad) and not any(numbers.bad for numbers in read)
+    what = "nans" if nans else "bad"
+    own, *read = (getattr(case.value(x), what) for x in (n, *n.all_input_nodes))
+    return bool(own) and not any(read)
 
 
 def _is_intended(n: fx.Node) -> bool:
