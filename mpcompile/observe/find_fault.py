@@ -133,15 +133,12 @@ def _is_hurt(case: GraphRuns, result: fx.Node) -> bool:
 
 def _why_own(case: GraphRuns, n: fx.Node) -> str:
     word = "NaN" if case.value(n).nans else "infinite"
-    read = [case.value(operand) for operand in n.all_input_nodes]
-    reason = f"it makes {word} of finite values, and does so in FP32"
-    given = [x.name for x in n.all_input_nodes if x.op == "placeholder" and case.value(x).bad]
-    if given:
+    bad = [x for x in n.all_input_nodes if case.value(x).bad]
+    if given := [x.name for x in bad if x.op == "placeholder"]:
         return f"it reads {given[0]}, an input of the graph that is not finite itself"
-    if any(numbers.bad for numbers in read):
-        reason = f"it makes {word} of infinite values, and does so in FP32"
-        if "softmax" in ir.op_name(n):
-            reason += ": a row is masked out completely"
+    reason = f"it makes {word} of {'infinite' if bad else 'finite'} values, and does so in FP32"
+    if bad and "softmax" in ir.op_name(n):
+        reason += ": a row is masked out completely"
     return reason + "; the precision has no part in it"
 
 
