@@ -248,8 +248,7 @@ def _gradient_overflowed(case: GraphRuns, n: fx.Node, step: BackwardStep) -> Fau
 
 def _overflowed_inside(case: GraphRuns, n: fx.Node, step: BackwardStep) -> Fault:
     """Of an operator that computes in a low dtype, and whose backward leaves its range."""
-    read = {ir.unadded(x).name for x in n.all_input_nodes}
-    sizes = {name: case.gradient_amax(name) for name in read}
+    sizes = {x.name: case.gradient_amax(x.name) for x in map(ir.unadded, n.all_input_nodes)}
     amax = max((size for size in sizes.values() if size < float("inf")), default=float("inf"))
     reason = f"its backward ({step.name}) makes gradients that are not finite"
     large = [name for name, size in sizes.items() if size == amax]
