@@ -201,7 +201,9 @@ class Exact(Keeping):
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the operator with every floating-point dtype replaced by FP64."""
-        wide_args, wide_kwargs = pytree.tree_map(_wide_dtype, (args, kwargs))
+        wide_args, wide_kwargs = pytree.tree_map_only(
+            torch.dtype, lambda x: torch.float64 if x.is_floating_point else x, (args, kwargs)
+        )
         mutable = isinstance(target, OpOverload) and schema(target).is_mutable
         default = torch.get_default_dtype()
         torch.set_default_dtype(torch.float64)
@@ -268,11 +270,6 @@ def _in_fp64(value: Any) -> Any:
     if not is_float(value) or value.dtype is torch.float64:
         return value
     return _Widen.apply(value)  # type: ignore[no-untyped-call]
-
-
-def _wide_dtype(value: Any) -> Any:
-    floating = isinstance(value, torch.dtype) and value.is_floating_point
-    return torch.float64 if floating else value
 
 
 def _is_whole(n: fx.Node) -> bool:
