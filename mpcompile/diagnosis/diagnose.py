@@ -222,7 +222,7 @@ def _notes(sides: Sides, low: Run, full: Run, faults: Sequence[Fault]) -> Iterat
             f"{', '.join(dict.fromkeys(common))}: several graphs have a node of this name, and "
             "Policy(nodes=...) pins it in each; Policy(modules=...) pins the one module"
         )
-    bad = any(Numbers.of(g).bad for g in low.gradients.values() if g is not None)
+    bad = Numbers.of([*low.gradients.values()]).bad
     if (bad or not math.isfinite(low.loss)) and (came_in := list(not_finite_in(sides))):
         yield from came_in
         return
@@ -235,8 +235,7 @@ def _notes(sides: Sides, low: Run, full: Run, faults: Sequence[Fault]) -> Iterat
             "and at loss_fn"
         )
     elif bad:
-        in_full = any(Numbers.of(g).bad for g in full.gradients.values() if g is not None)
-        also = ", in FP32 either" if in_full else ""
+        also = ", in FP32 either" if Numbers.of([*full.gradients.values()]).bad else ""
         yield (
             f"gradients are not finite{also}, and begin outside of the graphs: look at loss_fn, "
             "and at what runs between graphs"
@@ -309,7 +308,7 @@ def _updates(
     """
     parameters = dict(twin.named_parameters())
     given = {name: gradient for name, gradient in gradients.items() if gradient is not None}
-    if any(Numbers.of(gradient).bad for gradient in given.values()):
+    if Numbers.of([*given.values()]).bad:
         return
     before = {name: parameters[name].detach().clone() for name in given}
     for name, gradient in given.items():
