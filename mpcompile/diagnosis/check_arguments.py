@@ -80,16 +80,12 @@ def check_optimizer(optimizer: object, model: nn.Module) -> torch.optim.Optimize
 def not_finite_in(sides: Sides) -> Iterator[str]:
     """A sentence for each kind of thing that holds NaN or infinity before anything runs."""
     args, kwargs = sides.call
-    names = list(inspect.signature(sides.twin.forward).bind(*args, **kwargs).arguments.items())
-    given = _bad(dict(names))
-    if given:
+    if given := _bad(inspect.signature(sides.twin.forward).bind(*args, **kwargs).arguments):
         yield f"the inputs hold NaN or infinity ({', '.join(given)}): look at the data"
     tensors = itertools.chain(sides.twin.named_parameters(), sides.twin.named_buffers())
-    held = [name for name, x in tensors if is_bad(x)]
-    if held:
+    if held := [name for name, x in tensors if is_bad(x)]:
         yield f"parameters or buffers hold NaN or infinity: {', '.join(held)}"
-    targets = _bad(_read_by(sides.loss))
-    if targets:
+    if targets := _bad(_read_by(sides.loss)):
         yield f"loss_fn reads NaN or infinity ({', '.join(targets)}): look at the targets"
 
 
