@@ -285,13 +285,11 @@ def _largest(run: Run, *, low: bool) -> float:
     """
     sizes = [0.0]
     for graph, record in run.calls:
-        units = gradient_units(graph.rewritten.graph)
-        for n, scaled in units.items():
+        for n, scaled in gradient_units(graph.rewritten.graph).items():
             value = ir.tensor(n)
-            if value is not None and value.dtype is torch.float16:
+            if (scaled or not low) and value is not None and value.dtype is torch.float16:
                 name = n.name if low else ir.unadded(n).name
-                if scaled or not low:
-                    sizes.append(record.gradients.get(name, Numbers()).amax)
+                sizes.append(record.gradients.get(name, Numbers()).amax)
     return max(sizes)
 
 
