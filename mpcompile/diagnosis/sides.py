@@ -311,9 +311,7 @@ def _rule(settings: Settings) -> ScaleRule:
 def _scale(settings: Settings, live: float | None, fits: float | None) -> float:
     """What a training at this point would scale by."""
     given, rule = settings.loss_scale, _rule(settings)
-    if given is not None and not given.active:
-        return 1.0
     if given is not None and not rule.dynamic:
-        return given.value
+        return given.value if given.active else 1.0
     start = live or (INIT_SCALE if given is None or given.fitting else given.value)
     return max(rule.min_scale, min(start, start if fits is None else fits))
