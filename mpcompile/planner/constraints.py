@@ -105,9 +105,8 @@ class Constraints:
             return read_by(node)
         if ir.kind(node) is Kind.VIEW:
             return read_by(node) if node in self._digits else []
-        if self.config.level is Level.O1 or node in self._digits:
-            return counted_operands(node)
-        return counted_operands(node) if node in self._wide else []
+        forced = self.config.level is Level.O1 or node in self._digits or node in self._wide
+        return counted_operands(node) if forced else []
 
     # -- which nodes ------------------------------------------------------------------------------
 
