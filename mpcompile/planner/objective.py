@@ -72,7 +72,7 @@ class Objective:
         self.config = config
         self.constraints = Constraints(graph, config)
         self._fusion = Fusion(graph)
-        self.launch = _launch(config)
+        self.launch = 0 if config.profile is None else self.as_bytes(config.profile.launch)
         low = config.low.itemsize
         self._difference = (FULL_BYTES - low) * UNIT  # an element stored: FP32 minus low
         self._cast = (FULL_BYTES + low) * UNIT  # an element: read in one, written in the other
@@ -171,10 +171,3 @@ class Objective:
         forward = FULL_BYTES + self.config.low.itemsize
         backward = FULL_BYTES if ir.requires_grad(weight) else 0
         return (forward + backward) * UNIT * elements(weight) + self.launch
-
-
-def _launch(config: Config) -> int:
-    """The cost of launching a kernel: the bytes that memory moves meanwhile."""
-    if config.profile is None:
-        return 0
-    return round(config.profile.launch * config.profile.bandwidth * UNIT)
