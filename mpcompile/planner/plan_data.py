@@ -183,8 +183,7 @@ class GraphData:
     def to_dict(self) -> dict[str, Any]:
         """Plain data for JSON; `left` and `ends_with` are omitted if they are None."""
         data = dataclasses.asdict(dataclasses.replace(self, verification=None))
-        del data["verification"]
-        for name in ("left", "ends_with"):
+        for name in ("verification", "left", "ends_with"):
             if data[name] is None:
                 del data[name]
         data["tensor_cores"] |= {
