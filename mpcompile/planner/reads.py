@@ -66,13 +66,9 @@ def is_trained(node: fx.Node) -> bool:
 def cast_weights(node: fx.Node, config: Config) -> list[fx.Node]:
     """The FP32 parameters that the node would cast if it were LOW: not those stored low."""
     inputs = node.graph.find_nodes(op="placeholder")
-    found = []
-    for operand in read_by(node):
-        source = root(operand)
-        in_full = ir.is_parameter(source) and not ir.is_low_input(source)
-        if in_full and inputs.index(source) not in config.copied:
-            found.append(source)
-    return found
+    sources = map(root, read_by(node))
+    in_full = (n for n in sources if ir.is_parameter(n) and not ir.is_low_input(n))
+    return [n for n in in_full if inputs.index(n) not in config.copied]
 
 
 def elements(node: fx.Node) -> int:
