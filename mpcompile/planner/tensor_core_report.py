@@ -189,10 +189,7 @@ def _told_sizes(
     tables = [n.all_input_nodes[0] for n in graph.nodes if ir.op_name(n) == "aten::embedding"]
     rows = [ir.shape(ir.unadded(table))[0] for table in tables]
     found = set()
-    for node, alignment in products:
-        if node in feeds:
-            continue
-        product = alignment.product
+    for node, product in ((n, a.product) for n, a in products if n not in feeds):
         result = set(product.result or ())
         for dim, size in product.measured().items():
             vocabulary = any(ir.known_equal(size, number) for number in rows)
