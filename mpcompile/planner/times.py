@@ -22,16 +22,13 @@ def seconds(node: fx.Node, config: Config) -> tuple[float, float] | None:
     """The seconds that the profile predicts for a product, in the low dtype and in FP32, forward
     and backward; None if it doesn't cover the product.
     """
-    found = product(node) if config.profile is not None else None
-    if found is None or config.profile is None:
+    if config.profile is None or (found := product(node)) is None:
         return None
     low = ir.mark(node).low
     backward = ir.requires_grad(node) or any(map(ir.requires_grad, node.all_input_nodes))
     full_time = _predicted(config.profile, found, FULL, backward)
-    if is_written_out(node, config):
-        low_time = _written_out(config.profile, found, low, backward)
-    else:
-        low_time = _predicted(config.profile, found, low, backward)
+    predicted = _written_out if is_written_out(node, config) else _predicted
+    low_time = predicted(config.profile, found, low, backward)
     if low_time is None or full_time is None:
         return None
     if _is_one_row(found) and not ir.requires_grad(node):  # profiles measure eight rows and more
