@@ -17,8 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
-from torch.nn import functional
+from torch import Tensor, nn
 
 aten = torch.ops.aten
 
@@ -202,7 +201,7 @@ def _conv(
 def _attention(random: _Random, batch: int, queries: int, keys: int, head: int) -> Calls:
     q, k, v = (random(1, batch, n, head).requires_grad_() for n in (queries, keys, keys))
     gradient = random(1, batch, queries, head)
-    forward = functools.partial(functional.scaled_dot_product_attention, q, k, v)
+    forward = functools.partial(nn.functional.scaled_dot_product_attention, q, k, v)
     return _through_autograd(forward, (q, k, v), gradient)
 
 
@@ -212,11 +211,7 @@ def _through_autograd(
     return Calls(forward, lambda: torch.autograd.grad(forward(), wanted, gradient))
 
 
-_LAYERS: dict[int, Callable[[int, int], torch.nn.RNNBase]] = {
-    4: torch.nn.LSTM,
-    3: torch.nn.GRU,
-    1: torch.nn.RNN,
-}
+_LAYERS: dict[int, Callable[[int, int], nn.RNNBase]] = {4: nn.LSTM, 3: nn.GRU, 1: nn.RNN}
 
 
 def _rnn(random: _Random, batch: int, steps: int, input: int, hidden: int, gates: int) -> Calls:
