@@ -107,23 +107,20 @@ def _explain(options: argparse.Namespace, console: Console) -> int:
         )
     if options.html:
         plan.to_html(options.html)
+    found = other.diff(plan) if other else plan
     if options.why:
         why = plan.why(options.why)
-        show(console, _json({"why": why}) if options.json else why)
+        show(console, json.dumps({"why": why}, indent=1) if options.json else why)
     elif options.json:
-        show(console, _json((other.diff(plan) if other else plan).to_dict()))
+        show(console, json.dumps(found.to_dict(), indent=1))
     elif options.html and other is None:
         for line in (*verdict(plan.title, plan.graphs), f"written to {options.html}"):
             console.print(line, highlight=False, markup=False, soft_wrap=True)
     elif options.all and other is None:
         show(console, plan.full())
     else:
-        show_tables(console, other.diff(plan) if other else plan)
+        show_tables(console, found)
     return failed(_conditions(options, plan))
-
-
-def _json(data: Any) -> str:
-    return json.dumps(data, indent=1)
 
 
 def _conditions(options: argparse.Namespace, plan: Plan) -> Iterator[str]:
