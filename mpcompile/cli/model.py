@@ -194,14 +194,10 @@ def _diagnose(options: argparse.Namespace, console: Console) -> int:
     if device is not None:
         model.to(device)
         args, kwargs = pytree.tree_map_only(torch.Tensor, lambda x: x.to(device), (args, kwargs))
+    chosen = given(options, _DIAGNOSE_OPTIONS)
     with console.status("a step in FP64, in FP32, and as it is rewritten"):
         report = diagnose_call(
-            model,
-            args,
-            kwargs,
-            loss_fn=loss_fn,
-            steps=options.steps,
-            options=given(options, _DIAGNOSE_OPTIONS),
+            model, args, kwargs, loss_fn=loss_fn, steps=options.steps, options=chosen
         )
     if options.html:
         report.to_html(options.html)
