@@ -30,7 +30,7 @@ from ..profile.measure import measure
 from ..rules.policy import Level
 from ..runtime.records import compiled_plans
 from ..torch_inside.private_names import GONE, Part, why_off
-from ..torch_inside.version import NEWEST, OLDEST, RANGE, check_torch_version, is_untested
+from ..torch_inside.version import NEWEST, OLDEST, RANGE, is_untested, release
 from ..verify.verdicts import toolchain
 from .common import Help, add_option, failed, given, known_device, new_file, number, show
 
@@ -68,14 +68,10 @@ def _seconds(text: str) -> float:
 
 def _info(options: argparse.Namespace, console: Console) -> int:
     one = capabilities(known_device(options.device) or default_device())
-    supported = True
-    try:
-        check_torch_version(torch.__version__)
-    except MPCompileError:
-        supported = False
+    supported = release(torch.__version__) >= OLDEST
     within = f"{'' if supported else 'NOT '}in the range {RANGE}"
     newer = ", newer than any tested" if is_untested(torch.__version__) else ""
-    tested = " to ".join(".".join(map(str, release)) for release in (OLDEST, NEWEST))
+    tested = " to ".join(".".join(map(str, version)) for version in (OLDEST, NEWEST))
     rows = {
         "mpcompile": __version__,
         "torch": f"{torch.__version__} ({within}{newer})",
