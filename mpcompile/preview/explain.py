@@ -275,12 +275,11 @@ class Planner:
     ) -> list[torch.Tensor]:
         """The low copies that an `MPOptimizer` would provide for the inputs that read them."""
         placeholders = planned.graph.graph.find_nodes(op="placeholder")
-        working = []
-        for k, of in planned.inputs.copies.items():
-            master, shape = example_inputs[of], ir.value(placeholders[k]).shape
-            stored = memory_for(master, low, shape)
-            working.append(stored.requires_grad_(master.requires_grad))
-        return working
+        copies = ((example_inputs[of], placeholders[k]) for k, of in planned.inputs.copies.items())
+        return [
+            memory_for(master, low, ir.value(n).shape).requires_grad_(master.requires_grad)
+            for master, n in copies
+        ]
 
     def _emit(
         self, gm: fx.GraphModule, inputs: Sequence[Any], plan: GraphPlan, facts: Facts | None = None
