@@ -210,21 +210,17 @@ def _backward_overflow(case: GraphRuns) -> Fault | None:
     """The first step of the backward that made of finite gradients some that are not."""
     full = case.full.steps if case.full is not None else ()
     own = {step.node for step in full if _makes_bad(step)}
-    if not case.gradients_arrive_bad():
+    step = next(filter(_makes_bad, case.low.steps), None)
+    if step is None or not case.gradients_arrive_bad():
         return None
-    for step in case.low.steps:
-        if not _makes_bad(step):
-            continue
-        n = case.nodes[step.node]
-        value = ir.unadded(n)
-        if step.node in own or value.name in own:
-            reason = (
-                f"its backward ({step.name}) makes gradients that are not finite, and does so in "
-                "FP32; the precision has no part in it"
-            )
-            return case.fault(FaultKind.OWN, n, reason)
-        return _gradient_overflowed(case, n, step)
-    return None
+    n = case.nodes[step.node]
+    if step.node in own or ir.unadded(n).name in own:
+        reason = (
+            f"its backward ({step.name}) makes gradients that are not finite, and does so in "
+            "FP32; the precision has no part in it"
+        )
+        return case.fault(FaultKind.OWN, n, reason)
+    return _gradient_overflowed(case, n, step)
 
 
 def _makes_bad(step: BackwardStep) -> bool:
