@@ -262,10 +262,8 @@ def _known(errors: dict[str, float], seen: dict[str, Numbers], name: str) -> flo
 def _numbers(sides: Sides, low: Run, full: Run) -> Iterator[NodeNumbers]:
     for number, (graph, record) in enumerate(low.calls):
         other = full.record_of(number, graph)
-        for node in graph.plan.nodes:
+        for node in (n for n in graph.plan.nodes if n.name in record.values):
             name = node.name
-            if name not in record.values:
-                continue
             yield NodeNumbers(
                 graph=sides.plans.index(graph.plan),
                 node=_here(node, record),
