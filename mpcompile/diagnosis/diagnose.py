@@ -212,9 +212,8 @@ def _is_off(low: Run, full: Run, exact: Run) -> bool:
 
 
 def _notes(sides: Sides, low: Run, full: Run, faults: Sequence[Fault]) -> Iterator[str]:
-    for left in dict.fromkeys(plan.left for plan in sides.plans):
-        if left is not None:
-            yield f"a graph was left in FP32, and not looked at: {left}"
+    for left in dict.fromkeys(plan.left for plan in sides.plans if plan.left is not None):
+        yield f"a graph was left in FP32, and not looked at: {left}"
     known = Counter(node.name for plan in sides.plans for node in plan.nodes)
     common = [name for fault in faults for name in fault.pins if known[name] > 1]
     if common:
