@@ -145,9 +145,7 @@ def _advice(graph: fx.Graph, found: list[tuple[fx.Node, Alignment]]) -> Iterable
     places: dict[tuple[int, int], list[str]] = defaultdict(list)
     flops: dict[tuple[int, int], int] = defaultdict(int)
     left: dict[tuple[int, int], int] = defaultdict(int)  # FLOPs that stay unaligned
-    for node, alignment in found:
-        if ir.precision(node) is not Precision.LOW:
-            continue
+    for node, alignment in ((n, a) for n, a in found if ir.precision(n) is Precision.LOW):
         for dim in alignment.before:
             size = alignment.product.measured()[dim]
             if dim in alignment.product.rows or not isinstance(size, int):
