@@ -213,14 +213,13 @@ class Profile:
         return max(alone, both.seconds(sizes)) if backward else alone
 
     @functools.cached_property
-    def _fits(self) -> dict[tuple[str, torch.dtype], tuple[_Fit, _Fit]]:
+    def _fits(self) -> dict[tuple[str, torch.dtype], tuple[_Fit, ...]]:
         grouped: dict[tuple[str, torch.dtype], list[Sample]] = {}
         for sample in self.samples:
             grouped.setdefault((sample.kind, sample.dtype), []).append(sample)
         return {
-            (kind, dtype): (
-                _Fit(KINDS[kind], samples, False, self._bandwidth(dtype)),
-                _Fit(KINDS[kind], samples, True, self._bandwidth(dtype)),
+            (kind, dtype): tuple(
+                _Fit(KINDS[kind], samples, both, self._bandwidth(dtype)) for both in (False, True)
             )
             for (kind, dtype), samples in grouped.items()
         }
