@@ -278,13 +278,12 @@ def _steep(case: GraphRuns, limit: float | None = None) -> list[fx.Node]:
     """The nodes in a low dtype whose exact gradient is above a limit, without the loss scale;
     default: half of what fits.
     """
-    found = []
-    for n in case.graph.nodes:
-        if dtype_of(n) in HALF:
-            end = NEAR * torch.finfo(dtype_of(n)).max if limit is None else limit
-            if end < case.gradient_amax(ir.unadded(n).name) < float("inf"):
-                found.append(n)
-    return found
+
+    def is_steep(n: fx.Node) -> bool:
+        end = NEAR * torch.finfo(dtype_of(n)).max if limit is None else limit
+        return end < case.gradient_amax(ir.unadded(n).name) < float("inf")
+
+    return [n for n in case.graph.nodes if dtype_of(n) in HALF and is_steep(n)]
 
 
 def _too_steep(case: GraphRuns, limit: float | None = None) -> Iterator[str]:
