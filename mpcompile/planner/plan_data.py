@@ -186,10 +186,8 @@ class GraphData:
         for name in ("verification", "left", "ends_with"):
             if data[name] is None:
                 del data[name]
-        data["tensor_cores"] |= {
-            "share_before": self.tensor_cores.share_before,
-            "share": self.tensor_cores.share,
-        }
+        cores = self.tensor_cores
+        data["tensor_cores"] |= {"share_before": cores.share_before, "share": cores.share}
         data["saved"] = [
             {**one, "dtype": str(one["dtype"]).removeprefix("torch.")} for one in data["saved"]
         ]
