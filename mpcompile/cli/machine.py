@@ -50,12 +50,8 @@ def _add_profile(profile: argparse.ArgumentParser) -> None:
     profile.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:1")
     profile.add_argument("--seconds", type=_seconds, default=100.0, help="about how long it takes")
     what = profile.add_mutually_exclusive_group()
-    what.add_argument(
-        "--out",
-        type=new_file,
-        metavar="PATH",
-        help="write there, not to the user's cache directory",
-    )
+    there = "write there, not to the user's cache directory"
+    what.add_argument("--out", type=new_file, metavar="PATH", help=there)
     what.add_argument(
         "--show", action="store_true", help="print the profile in use; measure nothing"
     )

@@ -78,12 +78,8 @@ def _add_explain(explain: argparse.ArgumentParser) -> None:
     instead.add_argument(
         "--diff", type=Path, metavar="JSON", help="print only what differs from that plan"
     )
-    explain.add_argument(
-        "--fail-under-tensor-core-share",
-        type=_share,
-        metavar="SHARE",
-        help="fail if a smaller share of the FLOPs is eligible for Tensor Cores, 0 to 1",
-    )
+    share = "fail if a smaller share of the FLOPs is eligible for Tensor Cores, 0 to 1"
+    explain.add_argument("--fail-under-tensor-core-share", type=_share, metavar="SHARE", help=share)
     outside = "fail if a graph stays in FP32, or products run outside of the graphs"
     flag("--fail-on-fp32-fallback", help=outside)
     flag("--fail-on-graph-break", help="fail if the program breaks into graphs")
@@ -172,11 +168,8 @@ def _add_diagnose(diagnose: argparse.ArgumentParser) -> None:
         "--html", type=new_file, metavar="FILE", help="also write the report as one HTML file"
     )
     diagnose.add_argument("--json", action="store_true", help="print JSON")
-    diagnose.add_argument(
-        "--fail-on-fault",
-        action="store_true",
-        help="fail if a fault is found, or if the loss is not finite",
-    )
+    fault = "fail if a fault is found, or if the loss is not finite"
+    diagnose.add_argument("--fail-on-fault", action="store_true", help=fault)
     diagnose.set_defaults(run=_diagnose)
 
 
