@@ -69,13 +69,9 @@ class Ranks:
 
 
 def is_sharded(tensor: torch.Tensor) -> bool:
-    return isinstance(tensor, _dtensors())
-
-
-def _dtensors() -> tuple[type, ...]:
-    """DTensor, if something in this process has imported it (the import takes a while)."""
+    # DTensor is there if something in this process has imported it (the import takes a while).
     module = sys.modules.get("torch.distributed.tensor")
-    return () if module is None else (module.DTensor,)
+    return module is not None and isinstance(tensor, module.DTensor)
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
