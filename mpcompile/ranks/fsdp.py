@@ -159,10 +159,9 @@ def _check_whole(model: nn.Module) -> None:
     from torch.distributed.tensor import DTensor
 
     split = {id(p): name for name, p in model.named_parameters() if isinstance(p, DTensor)}
-    if split:
-        for _, holder in _holders():
-            if not holder.is_dtensor:  # FSDP makes a plain tensor of it
-                split.pop(id(holder.sharded_param), None)
+    for _, holder in _holders() if split else ():
+        if not holder.is_dtensor:  # FSDP makes a plain tensor of it
+            split.pop(id(holder.sharded_param), None)
     if split:
         raise MPCompileError(
             f"{next(iter(split.values()))} is a DTensor that stays split over ranks, as by "
