@@ -30,16 +30,12 @@ from ..torch_inside.tracing_settings import call_back
 
 def expect(master: torch.Tensor, *, low: bool) -> None:
     """Before a forward: let the gradient be stored in a low dtype, or in FP32 alone."""
-    if low:
-        if master.grad_dtype is not None:
-            master.grad_dtype = None
-        return
-    if master.grad_dtype is torch.float32:
-        return
-    grad = master.grad
-    master.grad = None
-    master.grad_dtype = torch.float32
-    master.grad = None if grad is None else grad.float()
+    if low and master.grad_dtype is not None:
+        master.grad_dtype = None
+    elif not low and master.grad_dtype is not torch.float32:
+        grad, master.grad = master.grad, None
+        master.grad_dtype = torch.float32
+        master.grad = None if grad is None else grad.float()
 
 
 def stores(node: Any) -> bool:
