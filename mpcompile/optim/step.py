@@ -106,23 +106,19 @@ class _Bound:
         numbers: Mapping[Slot, torch.Tensor] = {},
     ) -> None:
         self._run = program.run
-        self._arguments: list[Any] = []
+        self._arguments: list[Any] = [None] * len(slots)
         self._gradients: list[tuple[int, int, bool]] = []
         self._masters: list[tuple[int, torch.Tensor, bool]] = []
         for i, (slot, flat) in enumerate(zip(slots, program.flat, strict=False)):
             if slot.kind == "grad":
                 self._gradients.append((i, slot.index, flat))
-                self._arguments.append(None)
-                continue
-            tensor = (numbers if slot in numbers else held)[slot]
-            if isinstance(tensor, MasterWeight):
+            elif isinstance(tensor := (numbers if slot in numbers else held)[slot], MasterWeight):
                 # Its copy would be cast again in each forward while another tensor, by which it
                 # may be written, holds its memory.
                 self._masters.append((i, tensor, flat))
-                self._arguments.append(None)
-                continue
-            tensor = torch.Tensor.detach(tensor)
-            self._arguments.append(_flattened(tensor) if flat else tensor)
+            else:
+                tensor = torch.Tensor.detach(tensor)
+                self._arguments[i] = _flattened(tensor) if flat else tensor
 
     def __call__(
         self, gradients: Sequence[torch.Tensor], numbers: Sequence[torch.Tensor] = ()
