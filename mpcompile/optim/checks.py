@@ -42,9 +42,7 @@ def check_arguments(cls: type[Any], args: tuple[Any, ...], options: dict[str, An
         raise MPCompileError(
             f"MPOptimizer({found}): give the optimizer alone, made, as in {_EXAMPLE}"
         )
-    for option in options:
-        if option in known:
-            continue
+    for option in (o for o in options if o not in known):
         hint = did_you_mean(option, known) or (
             ". What the optimizer itself takes goes there: "
             f"MPOptimizer(torch.optim.{name}(model.parameters(), {option}=...))"
@@ -108,15 +106,13 @@ def check(
 
 def _check_wrapper(name: str, optimizer: Optimizer) -> None:
     """Refuse an optimizer that steps another one, unless it is ZeRO's. Raises MPCompileError."""
-    if is_zero(optimizer):
-        if overlaps_backward(optimizer):
-            raise MPCompileError(
-                f"MPOptimizer: {name}(overlap_with_ddp=True) updates parameters inside of the "
-                "backward, before anyone knows whether their gradients overflowed; use "
-                "overlap_with_ddp=False"
-            )
-        return
-    for key, value in vars(optimizer).items():
+    if is_zero(optimizer) and overlaps_backward(optimizer):
+        raise MPCompileError(
+            f"MPOptimizer: {name}(overlap_with_ddp=True) updates parameters inside of the "
+            "backward, before anyone knows whether their gradients overflowed; use "
+            "overlap_with_ddp=False"
+        )
+    for key, value in vars(optimizer).items() if not is_zero(optimizer) else ():
         if isinstance(value, Optimizer):
             raise MPCompileError(
                 f"MPOptimizer: {name} steps another optimizer, its {key}. Wrap that one: "
