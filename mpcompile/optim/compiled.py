@@ -83,8 +83,7 @@ class Program:
         slots = tuple(map(ir.slot_of, places))
         if emit.how != "inductor":
             return cls(slots, (False,) * len(slots), lambda arguments: gm.forward(*arguments))
-        sizes = _sizes(gm.graph)
-        sizes = [0 if i in vectors else size for i, size in enumerate(sizes)]
+        sizes = [0 if i in vectors else size for i, size in enumerate(_sizes(gm.graph))]
         key = (emit, _is_small(places), *_signature(gm.graph, sizes))
         if key not in _compiled:
             _compiled[key] = _by_inductor(gm, emit, sizes)
@@ -132,14 +131,12 @@ def _is_flat(graph: fx.Graph) -> bool:
     }
     if len(layouts) != 1 or large[0].numel() < 2 or not ir.is_dense(large[0]):
         return False
-    for node in graph.nodes:
-        if node.op != "call_function":
-            continue
-        value = ir.tensor(node)
-        shapes = ((), tuple(large[0].shape))
-        if value is None or not is_pointwise(node) or tuple(value.shape) not in shapes:
-            return False
-    return True
+    shapes = ((), tuple(large[0].shape))
+    return all(
+        (value := ir.tensor(n)) is not None and is_pointwise(n) and tuple(value.shape) in shapes
+        for n in graph.nodes
+        if n.op == "call_function"
+    )
 
 
 def is_pointwise(node: fx.Node) -> bool:
