@@ -51,7 +51,6 @@ class LiveScale:
         self.rule = rule
         self._numbers = state
         self._resident: dict[str, torch.Tensor] = {}  # the values, once they are kept on a device
-        self._asked: tuple[torch.Tensor, ...] = ()  # those of them that `stepped` reads
         self._must_wait = False  # whether reading one waits for the device
         self._copies: ScaleCopies | None = None  # where CUDA graphs want the same addresses
         self.forwards = 0
@@ -146,7 +145,6 @@ class LiveScale:
                 name: torch.tensor(getattr(self._numbers, name), dtype=dtype, device=device)
                 for name, dtype in STATE_DTYPES.items()
             }
-            self._asked = tuple(self._resident[n] for n in ("scale", "skipped_steps", "floor"))
             self._must_wait = capabilities(device).asynchronous
         return self._resident
 
@@ -161,15 +159,11 @@ class LiveScale:
         self._forwards += self._stepped_at != self.forwards
         self._stepped_at = self.forwards
         if self._arriving is None:
-            if not self._asked:
+            waits = self._must_wait and self._steps % _EVERY
+            if not self._resident or (waits and not logs.is_heard("scale", logging.INFO)):
                 return None
-            if (
-                self._must_wait
-                and self._steps % _EVERY
-                and not logs.is_heard("scale", logging.INFO)
-            ):
-                return None
-            self._arriving = (self._steps, self._forwards), AsyncRead(*self._asked)
+            asked = (self._resident[name] for name in ("scale", "skipped_steps", "floor"))
+            self._arriving = (self._steps, self._forwards), AsyncRead(*asked)
         now, later = self._arriving
         if (numbers := later.read()) is None:
             return None
