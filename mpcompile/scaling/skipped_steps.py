@@ -46,9 +46,6 @@ class SkippedInARow:
         elif known is not None and known.skipped:
             self.before = self.before if self.skipped else known.before
             self.skipped += known.forwards or not self.skipped
-        self._after_step()
-
-    def _after_step(self) -> None:
         if self.calls:
             # Not within a backward: that of the noted calls must have ended.
             after_backward(self._conclude)
