@@ -86,15 +86,12 @@ def skip_if_overflowed(optimizer: Optimizer) -> bool:
         return False
     # Each scale is judged by the gradients of its own graphs; any overflow skips the whole step.
     own: dict[LossScale, list[torch.Tensor]] = {}
-    others: list[torch.Tensor] = []
     for parameter in held:
-        scales, gradient = parameters.scales_of(parameter), parameter.grad
-        for scale in scales:
+        for scale in parameters.scales_of(parameter):
             of_scale = own.setdefault(scale, [])
-            if gradient is not None:
-                of_scale.append(gradient)
-        if gradient is not None and not scales:
-            others.append(gradient)
+            if parameter.grad is not None:
+                of_scale.append(parameter.grad)
+    others = [gradient for p, gradient in gradients if not parameters.scales_of(p)]
     state = parameters.of_optimizer(optimizer)
     # Nothing is known of parameters that torch has swapped, till their next forward: others.
     lost = [s for s in state.scales if others and s not in own and _ran_since(s, optimizer)]
@@ -196,6 +193,5 @@ def _upstream_overflowed(optimizer: Optimizer, ran: Sequence[LossScale], overflo
     guilty = [scale for scale, overflows in looked if overflows is not None and bool(overflows)]
     for scale in guilty:
         scale.skip_for()
-    if guilty:
-        state.poisoned = True
+    state.poisoned |= bool(guilty)
     return state.poisoned
