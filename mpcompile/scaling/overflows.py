@@ -11,6 +11,7 @@ Where DistributedDataParallel averages the gradients, one rank's leaf is not ask
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -301,7 +302,4 @@ def any_nonfinite(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
     for group in by_device.values():
         most = torch.stack(norm_of_each(group, float("inf")))
         found.append((most - most).any())
-    first, *others = found
-    for other in others:
-        first = first | other.to(first.device)
-    return first
+    return functools.reduce(lambda one, other: one | other.to(one.device), found)
