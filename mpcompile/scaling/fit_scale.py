@@ -300,9 +300,8 @@ def check_two_scales(
     for i, (one, other) in enumerate(zip(higher, lower, strict=True)):
         if one is None or other is None or one.is_sparse:
             continue
-        one, other = whole(one), whole(other)
         wanted = FACTOR if i in scaled else 1.0
-        one, other = _real(one) / wanted, _real(other)
+        one, other = _real(whole(one)) / wanted, _real(whole(other))
         if _is_multiple(one, other, FACTOR) or _is_multiple(other, one, FACTOR):
             raise MPCompileError(
                 f"the gradient of input {i} of a compiled graph depends on the loss scale. This is "

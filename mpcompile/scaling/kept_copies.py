@@ -61,9 +61,8 @@ def follow_grad_mode(module: nn.Module) -> None:
         for parameter in module.parameters():
             if type(parameter) is KeptWeight:
                 parameter.__class__ = nn.Parameter  # type: ignore[assignment]
-                for name in [name for name in vars(parameter) if name.startswith("_mp_")]:
-                    if name != MARK:
-                        delattr(parameter, name)
+                for name in [n for n in vars(parameter) if n.startswith("_mp_") and n != MARK]:
+                    delattr(parameter, name)
 
 
 def _not_shared(module: nn.Module) -> Iterator[nn.Parameter]:

@@ -194,8 +194,7 @@ class FiniteCheck:
         FiniteCheck.warnings += 1
         first, what = self._bad
         before = f" ({self._fine} was still finite)" if self._fine else ""
-        text = f"mpcompile: since {self._what} {first}{before}, {what}. {_DIAGNOSE}"
-        warn(text)
+        warn(f"mpcompile: since {self._what} {first}{before}, {what}. {_DIAGNOSE}")
 
 
 def _is_bad(number: Number) -> bool:
