@@ -121,8 +121,11 @@ def _functional(step: Callable[..., tuple[()]], values: Sequence[Any]) -> fx.Gra
         gm: fx.GraphModule = make_fx(functional, tracing_mode="fake")(*values)
     except CannotRewrite:
         raise
+    except (DataDependentOutputException, GuardOnDataDependentSymNode) as error:
+        why = "it branches on the value of a tensor, or makes a Python number of it"
+        raise CannotRewrite(why) from error
     except Exception as error:  # any error in what can't be traced
-        raise CannotRewrite(_describe(error)) from error
+        raise CannotRewrite(in_one_line(error)) from error
     return gm
 
 
@@ -136,12 +139,6 @@ def _drop_idle_writes(graph: fx.Graph) -> None:
             continue
         if ir.slot_of(target).kind == "grad" or not ir.value(target).numel():
             graph.erase_node(write)
-
-
-def _describe(error: Exception) -> str:
-    if isinstance(error, (DataDependentOutputException, GuardOnDataDependentSymNode)):
-        return "it branches on the value of a tensor, or makes a Python number of it"
-    return in_one_line(error)
 
 
 # -- numbers stay tensors ----------------------------------------------------------------------
