@@ -241,17 +241,15 @@ class Values(Fact):
         tables: Callable[[Optimizer], Sequence[Mapping[str, Any]]],
         values: Mapping[tuple[int, str], Any],
     ) -> None:
-        self._whose, self._tables, self._values = whose, tables, values
-        self._by_table: dict[int, tuple[list[str], list[Any]]] = {}
+        self._whose, self._tables = whose, tables
+        self._known: dict[int, dict[str, Any]] = {}
         for (index, name), value in values.items():
-            names, known = self._by_table.setdefault(index, ([], []))
-            names.append(name)
-            known.append(value)
+            self._known.setdefault(index, {})[name] = value
 
     def holds(self, now: Optimizer) -> bool:
         tables = self._tables(now)
-        for index, (names, known) in self._by_table.items():
-            if index >= len(tables) or not same([*map(tables[index].get, names)], known):
+        for i, known in self._known.items():
+            if i >= len(tables) or not same([*map(tables[i].get, known)], [*known.values()]):
                 return False
         return True
 
@@ -264,7 +262,8 @@ class Values(Fact):
         tables = self._tables(now)
         return frozenset(
             (i, name)
-            for (i, name), v in self._values.items()
+            for i, known in self._known.items()
+            for name, v in known.items()
             if i < len(tables) and not same([tables[i].get(name)], [v])
         )
 
