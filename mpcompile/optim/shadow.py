@@ -103,7 +103,7 @@ class Shadow:
             )
         for i in self.members:
             param = tensors[Slot("param", i)]
-            self._write_back(tensors, i, given[param], state.get(param, {}))
+            _write_back(tensors, i, given[param], state.get(param, {}))
 
     def _settings(
         self, group: dict[str, Any], index: int, inputs: dict[Slot, Any], params: list[torch.Tensor]
@@ -132,23 +132,19 @@ class Shadow:
         counts = number and tensor.is_floating_point() and tensor.dtype is not torch.float64
         return tensor.double() if counts else tensor
 
-    def _write_back(
-        self,
-        tensors: dict[Slot, torch.Tensor],
-        index: int,
-        given: dict[str, Any],
-        after: dict[str, Any],
-    ) -> None:
-        if new := [k for k, v in after.items() if v is not None and given.get(k) is None]:
-            raise StateAppeared(f"its first step makes the state {', '.join(map(repr, new))}")
-        _refuse_changes("entry of its state", _plain_values(given), _plain_values(after))
-        for key, value in after.items():
-            if isinstance(value, torch.Tensor):
-                stored = tensors[Slot("state", index, str(key))]
-                if value is stored:
-                    continue
-                if value.shape != stored.shape:
-                    raise CannotRewrite(f"it changes the shape of its state {key!r}")
+
+def _write_back(
+    tensors: dict[Slot, Any], index: int, given: dict[str, Any], after: dict[str, Any]
+) -> None:
+    if new := [k for k, v in after.items() if v is not None and given.get(k) is None]:
+        raise StateAppeared(f"its first step makes the state {', '.join(map(repr, new))}")
+    _refuse_changes("entry of its state", _plain_values(given), _plain_values(after))
+    for key, value in after.items():
+        if isinstance(value, torch.Tensor):
+            stored = tensors[Slot("state", index, str(key))]
+            if value.shape != stored.shape:
+                raise CannotRewrite(f"it changes the shape of its state {key!r}")
+            if value is not stored:
                 stored.copy_(value)
 
 
