@@ -344,9 +344,8 @@ class MPOptimizer(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         # A scheduler sets a `step` on its optimizer; torch's own pickles leave that out, too.
-        passing = ("_steps", "_last", "_results", "step")
-        hooks = dict.fromkeys(HOOKS)
-        return {k: v for k, v in self.__dict__.items() if k not in (*passing, *hooks)}
+        passing = ("_steps", "_last", "_results", "step", *HOOKS)
+        return {k: v for k, v in self.__dict__.items() if k not in passing}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

@@ -167,8 +167,7 @@ class HeldSettings:
     def refresh(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """Copy the current settings into the tensors. Nothing waits for the device."""
         now = {slot: groups[g]["lr"] for g, slot in self._lrs.items()}
-        if self._varying:
-            self._floats = setting_floats(groups, self._varying)
+        self._floats = setting_floats(groups, self._varying)
         for slot, value in {**now, **self._floats}.items():
             if isinstance(value, torch.Tensor):
                 self.tensors[slot].copy_(value)
