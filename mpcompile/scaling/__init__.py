@@ -15,7 +15,6 @@
     stays_finite.py      warns of what is no longer finite where no loss scale says so
     uncalled.py          warns of a model that trains without its compiled call
     agreement.py         on what the ranks of DistributedDataParallel and FSDP2 agree
-    async_read.py        numbers on the device that the host reads later
     guard.py             whether an optimizer may take its step
     hooks.py             torch's step hooks, which ask the guard; `register` installs them
 

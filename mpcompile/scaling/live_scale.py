@@ -14,10 +14,9 @@ from typing import NamedTuple
 import torch
 
 from .. import logs
-from ..devices.registry import capabilities
+from ..devices.registry import AsyncRead, capabilities
 from ..ir.scale import STATE_DTYPES, ScaleRule, ScaleState, settled, updated
 from ..torch_inside.tensors import holders
-from .async_read import AsyncRead
 
 _EVERY = 8  # generated steps between two reads of what a GPU has skipped
 

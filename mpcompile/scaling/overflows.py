@@ -20,12 +20,12 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from ..devices.registry import AsyncRead
 from ..errors import MPCompileError
 from ..ranks.shards import Ranks, local, ranks_of
 from ..torch_inside.names import norm_of_each
 from ..torch_inside.owned_backend import weakly
 from ..torch_inside.tensors import TensorMark, found_by, mark_of, mark_on
-from .async_read import AsyncRead
 
 
 @dataclass(frozen=True)

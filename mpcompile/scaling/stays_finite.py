@@ -9,7 +9,7 @@ that: in BF16, in FP32 and at O0.
 
 That little is enough, since NaN spreads: a weight that is NaN makes the next loss NaN, and that one
 makes every gradient so. What is looked at is a number on the device, and is read once it has
-arrived (`scaling/async_read.py`). Nothing waits, but for finding a name once something is wrong. A
+arrived (`AsyncRead`). Nothing waits, but for finding a name once something is wrong. A
 look is taken when it costs less than a thousandth of the time since the last one: in each step of a
 tenth of a second, in fewer of shorter ones.
 
@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from ..devices.registry import is_real
+from ..devices.registry import AsyncRead, is_real
 from ..errors import warn
 from ..ranks import fsdp
 from ..ranks.shards import local
@@ -38,7 +38,6 @@ from ..torch_inside.modules import Names
 from ..torch_inside.names import FakeTensor
 from ..torch_inside.tensors import sparse_values
 from . import hooks, parameters
-from .async_read import AsyncRead
 
 PAUSE = 1000  # times as long as a look took: so long none is taken
 _DIAGNOSE = "mpcompile.diagnose(model, inputs, loss_fn=...) names the operator that makes it"

@@ -11,7 +11,6 @@ from mpcompile.devices.cpu import CPU
 from mpcompile.devices.registry import RandomState, capabilities, default_device, unchanged
 from mpcompile.profile.calls import Calls, Point
 from mpcompile.profile.measure import measure
-from mpcompile.scaling.async_read import AsyncRead
 
 
 class Plain(Capabilities):
@@ -119,9 +118,9 @@ def test_a_number_is_read_when_its_copy_is_there(
 ) -> None:
     """The event stands after the copy: on the stream of the number's device, not the current's."""
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
-    monkeypatch.setattr("mpcompile.scaling.async_read.capabilities", lambda device: Plain(second))
+    monkeypatch.setattr("mpcompile.devices.registry.capabilities", lambda device: Plain(second))
     second = torch.device("xpu", 1)
-    later = AsyncRead(torch.tensor(3.0))
+    later = registry.AsyncRead(torch.tensor(3.0))
     assert module.recorded == ["stream of xpu:1"]
     assert later.read() is None
     module.done = True
@@ -129,18 +128,18 @@ def test_a_number_is_read_when_its_copy_is_there(
 
 
 def test_on_the_host_a_number_is_there_at_once() -> None:
-    assert AsyncRead(torch.tensor(3.0)).read() == (3.0,)
+    assert registry.AsyncRead(torch.tensor(3.0)).read() == (3.0,)
 
 
 def test_each_look_has_memory_of_its_own(module: Module, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: self)
-    monkeypatch.setattr("mpcompile.scaling.async_read.capabilities", lambda device: Plain(XPU))
-    waiting = [AsyncRead(torch.tensor(float(number))) for number in range(3)]
+    monkeypatch.setattr("mpcompile.devices.registry.capabilities", lambda device: Plain(XPU))
+    waiting = [registry.AsyncRead(torch.tensor(float(number))) for number in range(3)]
     assert [later.read() for later in waiting] == [None] * 3
     module.done = True
     assert [later.read() for later in waiting] == [(0.0,), (1.0,), (2.0,)]
     assert [later.read() for later in waiting] == [(0.0,), (1.0,), (2.0,)]  # it has been noted
-    assert AsyncRead(torch.tensor(7), torch.tensor(True)).read() == (7, True)
+    assert registry.AsyncRead(torch.tensor(7), torch.tensor(True)).read() == (7, True)
 
 
 @pytest.mark.usefixtures("plain")

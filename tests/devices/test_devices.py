@@ -203,7 +203,6 @@ MAY_NAME = {
     "mpcompile/operators/rnn_layer.py": ("meta", "only a dtype is asked for"),
     "mpcompile/optim/compiled.py": ("meta", "only the size of the tensor counts"),
     "mpcompile/preview/stand_ins.py": ("cpu", "what lies on no device is planned as the host's"),
-    "mpcompile/scaling/async_read.py": ("cpu", "the mirror of a number is host memory"),
     "mpcompile/verify/first_call.py": ("meta", "only the strides of a result are kept"),
     "mpcompile/verify/verdicts.py": ("cpu", "what a C++ compiler makes runs on the host"),
 }

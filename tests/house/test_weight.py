@@ -12,10 +12,10 @@ from collections.abc import Iterator
 from repository import ROOT, imported, sources, unit_of
 
 LIMITS = {
-    "lines of source": 39833,
-    "lines of code": 24835,
+    "lines of source": 39773,
+    "lines of code": 24753,
     "files of source": 250,
-    "lines of tests": 59419,
+    "lines of tests": 59417,
     "lines of benchmarks": 13999,
     "words of docs": 32000,
     "warnings that count more than two frames": 0,

@@ -18,6 +18,7 @@ from mpcompile.lower.joint import JointPasses, Partitioner
 from mpcompile.passes.joint.keep_normalized import keep_normalized, keep_softmax
 
 ROWS, WIDTH = 24, 16
+FIRST = (torch.arange(ROWS) < 1)[:, None]
 Norm = Callable[[Tensor], Tensor]
 
 
@@ -30,13 +31,6 @@ def centred(x: Tensor) -> Tensor:
     return x * torch.rsqrt((x * x).mean(-1, keepdim=True) + 1e-6)
 
 
-def masked(x: Tensor) -> Tensor:
-    """The first row is masked from end to end."""
-    hidden = x.masked_fill((torch.arange(ROWS) < 1)[:, None], float("-inf"))
-    result: Tensor = torch.ops.aten._safe_softmax(hidden, -1)
-    return result
-
-
 NORMS: dict[str, Norm] = {
     "layer_norm": lambda x: F.layer_norm(x, (WIDTH,)),
     "rms_norm": lambda x: F.rms_norm(x, (WIDTH,)),
@@ -44,7 +38,8 @@ NORMS: dict[str, Norm] = {
     "rms": rms,
     "centred": centred,
     "softmax": lambda x: x.softmax(-1),
-    "masked": masked,
+    # The first row is masked from end to end.
+    "masked": lambda x: torch.ops.aten._safe_softmax(x.masked_fill(FIRST, float("-inf")), -1),
 }
 
 

@@ -1,6 +1,4 @@
-"""What the backward reads: low results of a softmax, inputs as they were before a write, what is
-computed again.
-"""
+"""What the backward reads: inputs as they were before a write, what is computed again."""
 
 import copy
 import functools
@@ -21,7 +19,6 @@ from mpcompile.ir import aten
 from mpcompile.passes.joint.kept_for_backward import keep_written_inputs
 
 # -- keep_written_inputs ---------------------------------------------------------------------------
-
 
 saving_less = functools.partial(checkpoint, use_reentrant=False)
 
