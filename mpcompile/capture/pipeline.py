@@ -31,7 +31,7 @@ from ..passes.graph.place_pads import place_pads
 from ..passes.graph.plan import plan
 from ..passes.graph.plan_pads import plan_pads
 from ..passes.graph.read_copies import read_copies
-from ..passes.graph.replace_operators import expand_attention, fuse_head
+from ..passes.graph.replace_operators import expand_attention, fuse_head, narrow_softmax
 from ..passes.graph.scale_gradients import scale_gradients
 from ..planner.graph_plan import GraphPlan, lines_of, plan_of
 from ..rules.policy import Config
@@ -59,7 +59,8 @@ PASSES: tuple[Pass, ...] = (
     expand_attention,  # after plan has decided; before place_casts, which casts for its products
     fuse_head,  # likewise: one operator whose operands place_casts casts
     place_casts,  # marks are final from here on
-    keep_compared,  # after place_casts, whose casts then read what it keeps
+    narrow_softmax,  # after place_casts: it looks for a cast that rounds a softmax's result
+    keep_compared,  # after narrow_softmax, which looks for the cast that this one would read
     keep_buffers_finite,  # after plan: it asks what is low
     plan_pads,  # decides the padded sizes; after place_casts, so that pads stand after casts
     place_pads,  # before read_copies: a copy may be stored padded
@@ -81,6 +82,7 @@ MAY_BE_DISABLED: Mapping[str, str] = {
     "leave_unpromised": "products run low where nothing says that this is faster",
     "expand_attention": "attention stays one operator, in the same precision",
     "fuse_head": "the head and its loss stay two operators, as without fuse_head=True",
+    "narrow_softmax": "the backward of a softmax keeps the FP32 result",
     "plan_pads": "products keep their dims, as with pad='never'",
     "keep_buffers_finite": "an overflow stays in running statistics, though its step is skipped",
     "read_copies": "an O2 graph casts the parameters itself, as it does for any other optimizer",

@@ -21,7 +21,7 @@ from torch import fx
 
 from ..devices.registry import capabilities
 from ..devices.torch_faults import ZEROS_ARE_REUSED
-from ..passes.joint.keep_normalized import keep_normalized, keep_softmax
+from ..passes.joint.keep_normalized import keep_normalized
 from ..passes.joint.kept_for_backward import WEIGHT, keep_sources, store_masks_as_bytes
 from ..passes.joint.lay_images import lay_channels_last, lay_low_images
 from ..passes.joint.lowered_faults import fill_zeros, read_low_results
@@ -123,11 +123,11 @@ def joint_passes(
     # A whole step looks at each gradient by itself.
     together = (cast_together,) if whole else (cast_together, unscale_together)
     few = together if there.spares_launches else ()
-    softmax = () if level is Level.O1 else (keep_softmax,)
     return JointPasses(
         joint=(widen_weight_gradients,) if widens else (),
         # Where `y` is made again from `x`, FP32 costs no more memory than both in half.
-        parting=(*softmax, *(() if recomputes else (keep_normalized,))),
+        # Nor in a whole step, where user's code may read `x` after the backward.
+        parting=() if recomputes or whole else (keep_normalized,),
         halves=(keep_sources,) if whole else (store_masks_as_bytes,) if there.slow_bools else (),
         lowered=(*zeros, *images, *few, read_low_results),
         keeps_casts=not (sharded or recomputes),

@@ -13,8 +13,12 @@ All that the backward reads would lie in memory from the forward on. Parted as p
 the same passes, the step keeps what they keep, and its backward computes the rest again.
 
 Contract. The graph is ATen after Inductor's decompositions, functional but for writes to inputs at
-its end. What depends on `begin_backward` is the backward. A graph of several backwards is not
-parted: the forward of one may come after the backward of another.
+its end. What depends on `begin_backward` is the backward, and what the program does after it. Not
+parted are graphs
+* of several backwards: the forward of one may come after the backward of another;
+* with random operators other than dropout's: torch's partitioner may take two that look alike for
+  one;
+* with higher-order operators, which may write.
 """
 
 from __future__ import annotations
@@ -41,8 +45,7 @@ class PartStep:
         """Rewrite the graph; see the module. Returns whether it changed anything."""
         target = torch.ops.mpcompile.begin_backward.default
         begins = graph.find_nodes(op="call_function", target=target)
-        opaque = any(isinstance(node.target, HigherOrderOperator) for node in graph.nodes)
-        if len(begins) == 1 and not opaque:
+        if len(begins) == 1 and not any(map(_is_opaque, graph.nodes)):
             self._part(graph, begins[0])
         for begin in graph.find_nodes(op="call_function", target=target):
             like = ir.value(begin)
@@ -58,9 +61,10 @@ class PartStep:
         """Put what the partitioner makes of the graph in the place of its calls."""
         inputs = graph.find_nodes(op="placeholder")
         ends = [*graph.find_nodes(op="call_function", target=_COPY), graph.output_node()]
-        calls = [n for n in graph.nodes if n not in {*inputs, *ends}]
+        around = {*inputs, *ends}
+        calls = [n for n in graph.nodes if n not in around]
         of_backward = set(ir.reached([begin], lambda n: n.users))
-        read = dict.fromkeys(n for end in ends for n in end.all_input_nodes if n in calls)
+        read = dict.fromkeys(n for end in ends for n in end.all_input_nodes if n not in around)
         # The loss, so that there is a forward.
         forwards = [n for n in {begin.all_input_nodes[0]: None, **read} if n not in of_backward]
         results = [*forwards, *(n for n in read if n in of_backward)]
@@ -84,15 +88,25 @@ class PartStep:
             graph.erase_node(node)
 
 
+def _is_random(node: fx.Node) -> bool:
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+
+
+def _is_opaque(node: fx.Node) -> bool:
+    of_dropout = node.target is aten.bernoulli.p or str(node.target).startswith("prims.")
+    opaque = isinstance(node.target, HigherOrderOperator)
+    return opaque or (_is_random(node) and not of_dropout)
+
+
 def _copied(graph: fx.Graph, part: fx.GraphModule, known: dict[str, fx.Node]) -> list[fx.Node]:
     """Copy a half to the graph's insertion point. Its inputs are `known` by their names, and so
     are its nodes from then on. Returns its results.
     """
     new: dict[fx.Node, fx.Node] = {}
-    for node in part.graph.nodes:
+    for node in [*part.graph.nodes][:-1]:
         if node.op == "placeholder":
             new[node] = known[node.name]
-        elif node.op != "output":
+        elif node.users or not _is_random(node):  # the partitioner leaves some in both halves
             new[node] = graph.node_copy(node, new.__getitem__)
     known.update({node.name: copy for node, copy in new.items()})
     results: Any = part.graph.output_node().args[0]

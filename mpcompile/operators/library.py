@@ -1,5 +1,5 @@
 """Small operators: they carry loss scaling through a graph, mark a place or a value in it, or
-handle many tensors at once; and a loss.
+handle many tensors at once; and a softmax for O2, and a loss.
 
 They are registered with torch.library so that they are ordinary OpOverloads: AOTAutograd's cache
 accepts those (a Python callable in the graph would bypass it).
@@ -100,7 +100,35 @@ class UnscaleGrad(torch.autograd.Function):
 _LIBRARY.impl("scale_grad", ScaleGrad.apply, "CompositeImplicitAutograd")
 _LIBRARY.impl("unscale_grad", UnscaleGrad.apply, "CompositeImplicitAutograd")
 
-# -- a loss ----------------------------------------------------------------------------------------
+# -- softmax at O2 ---------------------------------------------------------------------------------
+
+_LIBRARY.define("softmax_low(Tensor x, int dim, ScalarType dtype, bool safe) -> Tensor")
+
+
+class _SoftmaxLow(torch.autograd.Function):
+    """softmax(x) computed in x's dtype and rounded to `dtype`; the backward reads that result.
+
+    dx = p * (g - sum(p * g)),  p the rounded result, in x's dtype
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, dim: int, dtype: torch.dtype, safe: bool
+    ) -> torch.Tensor:
+        ctx.dim, ctx.dtype = dim, x.dtype
+        softmax = torch.ops.aten._safe_softmax if safe else torch.softmax
+        result: torch.Tensor = softmax(x, dim).to(dtype)
+        ctx.save_for_backward(result)
+        return result
+
+    @staticmethod
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        (result,) = ctx.saved_tensors
+        p, grad = result.to(ctx.dtype), grads[0].to(ctx.dtype)
+        return p * (grad - (p * grad).sum(ctx.dim, keepdim=True)), None, None, None
+
 
 _LIBRARY.define("multilabel_margin_losses(Tensor x, Tensor target) -> Tensor")
 
@@ -120,6 +148,7 @@ def _multilabel_margin_losses(x: torch.Tensor, target: torch.Tensor) -> torch.Te
 
 
 _LIBRARY.impl("multilabel_margin_losses", _multilabel_margin_losses, "CompositeImplicitAutograd")
+_LIBRARY.impl("softmax_low", _SoftmaxLow.apply, "CompositeImplicitAutograd")
 
 # -- a value that is computed once -----------------------------------------------------------------
 

@@ -131,6 +131,8 @@ _SENTENCES = {
 
 def _rewriter(node: PlanNode) -> str:
     """The pass that made a node of the rule "rewrite"."""
+    if node.op == "mpcompile::softmax_low":
+        return "narrow_softmax"
     fused = node.op == "mpcompile::linear_cross_entropy" or "_rows" in node.name
     return "fuse_head" if fused else "expand_attention"
 

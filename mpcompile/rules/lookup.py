@@ -147,7 +147,7 @@ def _check_facts(key: str, facts: dict[str, Any]) -> None:
 
 # The types of the facts whose default is None.
 _TYPES: dict[str, type] = {
-    "product": str, "recurrent": Recurrent, "fill": str, "dims": str,
+    "product": str, "recurrent": Recurrent, "low_form": str, "fill": str, "dims": str,
 }  # fmt: skip
 
 

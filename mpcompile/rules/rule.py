@@ -98,6 +98,8 @@ class Rule:
         fuses: the compiler fuses it with its neighbours; otherwise it is a kernel of its own.
         rounds_result: computes in FP32 inside, and its result keeps the magnitude of what it reads,
             or less: O2 may store it in half precision (Paddle's O2 has norms so).
+        low_form: the operator that gives the half-precision result of this one, with a backward
+            that reads it.
 
         creates: makes a tensor out of sizes and at most one number.
         fill: the argument that holds this number.
@@ -149,6 +151,7 @@ class Rule:
     keeps: Keeps = Keeps.OPERANDS
     fuses: bool = True
     rounds_result: bool = False
+    low_form: str | None = None
 
     creates: bool = False
     fill: str | None = None

@@ -148,7 +148,9 @@ _row(FULL, _WHY, "norm linalg_vector_norm linalg_norm pdist", grows=True, finds=
 _row(FULL, _WHY, "dist cdist", grows=True, finds="self other x1 x2")
 
 _WHY = "exponentials and a sum over the row"
-_row(FULL, _WHY, "softmax _safe_softmax _softmax", tiny=True, rounds_result=True, keeps=RESULT)
+_row(FULL, _WHY, "softmax _safe_softmax", tiny=True, rounds_result=True, keeps=RESULT,
+     low_form="mpcompile::softmax_low")
+_row(FULL, _WHY, "_softmax", tiny=True, rounds_result=True, keeps=RESULT)
 _row(FULL, _WHY, "log_softmax _log_softmax", keeps=RESULT)
 
 _WHY = "mean and variance of the row in FP32"

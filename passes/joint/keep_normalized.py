@@ -1,7 +1,4 @@
-"""Keep for the backward what a norm or a softmax has made, in half. Rewriting passes, on the joint
-graph.
-
-**`keep_normalized`**: of a norm.
+"""Keep for the backward what a norm has normalised, in half. A rewriting pass, on the joint graph.
 
     sub: f32 = sub(x, mean)                          x: a residual stream, say
     mul: f32 = mul(sub, rstd)                        mul: f32 = mul(sub, rstd)
@@ -26,16 +23,6 @@ results are the forward's. Left as they are:
 * a norm of which something else reads a value for its own backward, but to scale the result;
 * an operand that is there anyway: an input, a result, a widened half;
 * what a checkpoint computes again.
-
-**`keep_softmax`**: of a softmax that only a cast to half reads, as attention's product does.
-
-    div: f32 = div(exp, sum)                         div: f32 = div(exp, sum)
-    y: bf16 = convert(div, bf16)                     y: bf16 = convert(div, bf16)
-    ...                                              ...
-    grad: f32 = mul(tangent, div)                    grad: f32 = mul(tangent, convert(y, f32))
-
-Else the scores are kept beside it, the largest values of a transformer block. This is what a model
-in half does, but with the exponentials and their sums in FP32; it is for O2, where results are low.
 """
 
 from __future__ import annotations
@@ -60,59 +47,26 @@ _LINEAR = {aten.add.Tensor, aten.sub.Tensor, aten.view.default, aten.permute.def
 
 @dataclass(frozen=True)
 class _Norm:
-    """`result = (operand - mean) * rstd`; `centred` is what `rstd` multiplies. Of a softmax, all
-    three are its result, and there is no `rstd`.
-    """
+    """`result = (operand - mean) * rstd`; `centred` is what `rstd` multiplies."""
 
     operand: fx.Node
     mean: fx.Node | None
     centred: fx.Node
-    rstd: fx.Node | None
+    rstd: fx.Node
     result: fx.Node
     low: torch.dtype
 
 
 def keep_normalized(graph: fx.Graph, own_results: int) -> bool:
     """Rewrite what the backward reads of norms; see the module."""
-    results, forward = _forward(graph, own_results)
+    results: list[Any] = list(graph.output_node().args[0])[:own_results]  # type: ignore[arg-type]
+    forward = ir.all_before(n for n in results if isinstance(n, fx.Node))
     norms = [norm for node in graph.nodes if node in forward for norm in _norms(node, forward)]
     others = set(forward)
     for norm in norms:  # without its operand, which may read that of another
         others -= ir.all_before([norm.result], [norm.operand]) - {norm.operand}
     norms = [norm for norm in norms if norm.operand not in results and _is_free(norm, others)]
     return True in [_keep(graph, norm, forward) for norm in norms]
-
-
-def keep_softmax(graph: fx.Graph, own_results: int) -> bool:
-    """Rewrite what the backward reads of softmaxes; see the module."""
-    results, forward = _forward(graph, own_results)
-    found = [n for n in graph.nodes if n in forward.difference(results) and _is_softmax(n)]
-    norms = [_Norm(n, None, n, None, n, low) for n in found if (low := _rounded(n, forward))]
-    return True in [_keep(graph, norm, forward) for norm in norms]
-
-
-def _forward(graph: fx.Graph, own_results: int) -> tuple[list[Any], set[fx.Node]]:
-    """The forward's results, and its nodes."""
-    results: list[Any] = list(graph.output_node().args[0])[:own_results]  # type: ignore[arg-type]
-    return results, ir.all_before(n for n in results if isinstance(n, fx.Node))
-
-
-def _is_softmax(node: fx.Node) -> bool:
-    """Whether it is exponentials over their sum, with or without zeros where all are masked."""
-    if node.target is aten.where.self:
-        return any(map(_is_softmax, node.all_input_nodes))
-    if node.target is not aten.div.Tensor or len(node.all_input_nodes) != 2:
-        return False
-    exp, total = node.all_input_nodes
-    is_total = total.target is aten.sum.dim_IntList and total.args[0] is exp
-    return is_total and exp.target is aten.exp.default and CHECKPOINTED not in node.meta
-
-
-def _rounded(node: fx.Node, forward: set[fx.Node]) -> torch.dtype | None:
-    """The half that the forward reads this FP32 value in, if it reads nothing else of it."""
-    users = forward.intersection(node.users)
-    kinds = {ir.dtype(user) if user.target is _CONVERT else None for user in users}
-    return kinds.pop() if len(kinds) == 1 and kinds < {*HALF} else None
 
 
 def _is_free(norm: _Norm, others: set[fx.Node]) -> bool:
@@ -201,7 +155,7 @@ def _keep(graph: fx.Graph, norm: _Norm, forward: set[fx.Node]) -> bool:
         kept = ir.new_call(graph, _CONVERT, norm.result, norm.low)
         value = ir.new_call(graph, _CONVERT, kept, torch.float32)
         norm.result.replace_all_uses_with(value, read[norm.result].__contains__)
-        if norm.rstd and (read[norm.centred] or read[norm.operand]):
+        if read[norm.centred] or read[norm.operand]:
             value = ir.new_call(graph, aten.div.Tensor, value, norm.rstd)
             norm.centred.replace_all_uses_with(value, read[norm.centred].__contains__)
         if norm.mean and read[norm.operand]:

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from repository import ROOT, imported, sources, unit_of
 
 LIMITS = {
-    "lines of source": 39773,
-    "lines of code": 24753,
+    "lines of source": 39831,
+    "lines of code": 24795,
     "files of source": 250,
     "lines of tests": 59417,
     "lines of benchmarks": 13999,

@@ -8,16 +8,20 @@ from typing import Any
 
 import pytest
 import torch
+from compare import leaf
 from torch import fx, nn
 from torch._functorch.partitioners import default_partition
 from torch._inductor import config as inductor
 from torch._inductor.custom_graph_pass import CustomGraphPass, CustomPartitionerFn
+from torch._inductor.decomposition import select_decomp_table
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from mpcompile import mpcompile
 from mpcompile.capture.capture import capture
 from mpcompile.capture.surroundings import around_now
 from mpcompile.devices.cpu import CPU
 from mpcompile.devices.torch_faults import ZEROS_ARE_REUSED
+from mpcompile.lower import joint
 from mpcompile.lower.emitter import emit
 from mpcompile.lower.joint import (
     LOWERED,
@@ -30,7 +34,8 @@ from mpcompile.lower.joint import (
     joint_passes,
     with_joint_passes,
 )
-from mpcompile.passes.joint.keep_normalized import keep_normalized, keep_softmax
+from mpcompile.lower.part_step import PartStep
+from mpcompile.passes.joint.keep_normalized import keep_normalized
 from mpcompile.passes.joint.kept_for_backward import (
     keep_sources,
     keep_written_inputs,
@@ -85,10 +90,8 @@ def one(options: dict[str, Any] | None = None, passes: JointPasses = OURS) -> An
 
 def test_on_cuda_below_o2_and_on_a_cpu_at_every_level() -> None:
     for level in (Level.O1, Level.O2, Level.O3):
-        low = () if level is Level.O1 else (keep_softmax,)
-        there = ON_CUDA if level is Level.O1 else WITHOUT_GEMMS
-        assert passes_for(level=level) == replace(there, parting=(*low, keep_normalized))
-        assert passes_for("cpu", level) == replace(ON_CPU, parting=low)
+        assert passes_for(level=level) == (ON_CUDA if level is Level.O1 else WITHOUT_GEMMS)
+        assert passes_for("cpu", level) == ON_CPU
 
 
 def test_whole_steps_have_one_more_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -328,3 +331,57 @@ def test_gradients_beyond_fp16(dtype: torch.dtype, loss_scale: Any) -> None:
     torch.testing.assert_close(weight.double(), exact, rtol=1e-3, atol=0)
     assert (weight != weight.to(dtype)).any()
     torch.testing.assert_close(bias, torch.full((16,), 2.0**17, device="cuda"))
+
+
+# -- a whole step, parted --------------------------------------------------------------------------
+
+
+def backward(x: Any, w: Any, v: Any) -> Any:
+    loss = ((x @ w).cos() @ v).square().mean()
+    first = torch.ops.mpcompile.begin_backward(loss.detach())
+    return loss.detach(), *torch.autograd.grad(loss, (w, v), first)
+
+
+def usual(x: Any, w: Any, v: Any, total: Any) -> Any:
+    loss, first, second = backward(x, w, v)
+    with torch.no_grad():
+        new, losses = w - 0.1 * first, total + loss
+        total.copy_(losses)
+        w.copy_(new)
+    return loss, second, x
+
+
+def of_two(x: Any, w: Any, v: Any, total: Any) -> Any:
+    """The second forward comes after the first backward."""
+    return *backward(x, w, v), *backward(x, w, v), total
+
+
+def of_slopes(x: Any, w: Any, v: Any, total: Any) -> Any:
+    (slope,) = torch.autograd.grad(((x @ w).cos() @ v).sum(), x, create_graph=True)
+    return *backward(slope, w, v), total
+
+
+def of_noise(x: Any, w: Any, v: Any, total: Any) -> Any:
+    """Torch's partitioner would take one draw for the other."""
+    return *backward(x, w, v), total + 0 * (torch.randn_like(w) - torch.randn_like(w)).sum()
+
+
+@pytest.mark.parametrize(
+    ("step", "again", "times"),
+    [(usual, True, 2), (usual, False, 1), (of_two, True, 2), (of_slopes, True, 3),
+     (of_noise, True, 1)],
+)  # fmt: skip
+def test_a_step_computes_again_what_pieces_do(step: Any, again: bool, times: int) -> None:
+    given = leaf(8, 4), leaf(4, 6), leaf(6, 4), torch.zeros(())
+    gm = make_fx(step, decomposition_table=select_decomp_table(), tracing_mode="fake")(*given)
+    assert PartStep(joint.Partitioner(None, JointPasses(recomputes=again)))(gm.graph)
+    gm.graph.lint()
+    gm.recompile()
+    calls = [str(n.target) for n in gm.graph.nodes if n.op == "call_function"]
+    assert calls.count("aten.cos.default") == times
+    assert not any("mpcompile" in call for call in calls)
+    assert "aten.copy_.default" not in calls[: len(calls) - calls.count("aten.copy_.default")]
+    own = [tensor.detach().clone() for tensor in given]
+    wanted = [tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in given]
+    for one, right in zip([*gm(*own), *own], [*step(*wanted), *wanted], strict=True):
+        torch.testing.assert_close(one, right, rtol=1e-6, atol=1e-7)

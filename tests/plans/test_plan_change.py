@@ -54,6 +54,10 @@ def updates(f: nn.Linear, x: torch.Tensor) -> torch.Tensor:
     return f(x)
 
 
+def attends(f: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+    return f(x).softmax(-1) @ f.weight
+
+
 def overlaps(f: nn.Linear, x: torch.Tensor) -> torch.Tensor:
     return f(x).unfold(1, 2, 1)
 
@@ -187,17 +191,26 @@ def head(f: nn.Linear, x: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(logits, torch.zeros(3, dtype=torch.long))
 
 
-def test_a_rewriting_pass_can_be_disabled() -> None:
-    plan = planned(head, fuse_head=True)
+@pytest.mark.parametrize(
+    ("body", "options", "names", "name"),
+    [
+        (attends, {"level": "O2"}, ["softmax_low"], "softmax"),
+        (head, {"fuse_head": True}, ["linear_rows", "linear_loss"], "linear"),
+    ],
+)
+def test_a_rewriting_pass_can_be_disabled(
+    body: Body, options: dict[str, Any], names: list[str], name: str
+) -> None:
+    plan = planned(body, **options)
     nodes = [node for node in plan.nodes if node.rule == "rewrite"]
-    assert [node.name for node in nodes] == ["linear_rows", "linear_loss"]
+    assert [node.name for node in nodes] == names
     for node in nodes:
         (disabled,) = re.findall(r"disable_passes=\['(\w+)'\]", node.change)
-        back = planned(head, disable_passes=[disabled], fuse_head=True)
+        back = planned(body, disable_passes=[disabled], **options)
         assert "rewrite" not in [n.rule for n in back.nodes]
-    (policy, _) = advised(node_of(back, "linear"))
-    again = planned(head, disable_passes=[disabled], policy=policy, fuse_head=True)
-    assert node_of(again, "linear").rule == "policy"
+    (policy, _) = advised(node_of(back, name))
+    again = planned(body, disable_passes=[disabled], policy=policy, **options)
+    assert node_of(again, name).rule == "policy"
 
 
 def test_a_cast_goes_with_the_precision_of_its_reader() -> None:

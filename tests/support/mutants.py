@@ -9,8 +9,8 @@ MUTANTS = (
     Fault(
         "softmax-low",
         "mpcompile/rules/table.py",
-        '_row(FULL, _WHY, "softmax _safe_softmax _softmax"',
-        '_row(LOW, _WHY, "softmax _safe_softmax _softmax"',
+        '_row(FULL, _WHY, "softmax _safe_softmax"',
+        '_row(LOW, _WHY, "softmax _safe_softmax"',
         breaks="the rule of softmax is flipped: it runs in the low dtype",
         caught_by=("tests/rules/test_ops.py",),
     ),
