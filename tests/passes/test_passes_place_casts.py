@@ -1,4 +1,4 @@
-"""place_casts: one cast per value and dtype, right after its producer."""
+"""classify: every node gets a class; place_casts: one cast per value and dtype, by its producer."""
 
 from typing import Any
 
@@ -116,9 +116,6 @@ def test_an_operator_that_refuses_is_left_as_captured() -> None:
     assert "linalg_inv: f32[4, 4] = linalg_inv(linear_f32)" in stage.text
     assert stage.mark("linalg_inv").precision is Precision.FULL
     assert stage.mark("linalg_inv").reason.startswith("refuses low operands: ")
-
-
-# classify: every computing node gets a class, by the first rule that applies.
 
 
 def program(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""`print(plan)`: whole lines, aligned, then the backward and the totals."""
+"""`print(plan)`: whole lines, aligned, then the backward and the totals; and `plan.why(name)`."""
 
 import contextlib
 import functools
@@ -172,9 +172,6 @@ def test_rows_without_titles() -> None:
 def test_twice_the_plan_is_twice_the_work_to_print() -> None:
     twice, once = (lines_run(large(count).__str__) for count in (2000, 1000))
     assert twice < 2.2 * once
-
-
-# `plan.why(name)`: what is told about a node, and about a module.
 
 
 def block() -> nn.Module:

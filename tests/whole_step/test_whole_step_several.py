@@ -175,8 +175,6 @@ def test_the_scale_moves_between_two_backwards_of_one_step(setting: Setting) -> 
     assert run.scale.value > 1024.0
 
 
-# -- saved and gone on -----------------------------------------------------------------------------
-
 BATCHES = batches(6, factors={1: 1e30, 4: 1e30})  # one skip before, one after
 
 
