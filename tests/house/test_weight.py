@@ -15,7 +15,7 @@ LIMITS = {
     "lines of source": 39831,
     "lines of code": 24795,
     "files of source": 250,
-    "lines of tests": 59417,
+    "lines of tests": 59415,
     "lines of benchmarks": 13999,
     "words of docs": 32000,
     "warnings that count more than two frames": 0,

@@ -24,7 +24,7 @@ from mpcompile.planner.plan_data import OutsideLine
 from mpcompile.plans.model_plan import Plan
 from mpcompile.scaling.copies import copies_of
 
-X = torch.randn(4, 16)
+X = torch.randn(4, 16, generator=torch.Generator().manual_seed(1))
 
 
 class Once(nn.Module):
