@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -125,10 +125,10 @@ def joint_passes(
     few = together if there.spares_launches else ()
     return JointPasses(
         joint=(widen_weight_gradients,) if widens else (),
-        # Where `y` is made again from `x`, FP32 costs no more memory than both in half.
-        # Nor in a whole step, where user's code may read `x` after the backward.
+        # Where `y` is made again from `x`, FP32 costs no more memory than both in half; and in a
+        # whole step, the user's code may read `x` after the backward.
         parting=() if recomputes or whole else (keep_normalized,),
-        halves=(keep_sources,) if whole else (store_masks_as_bytes,) if there.slow_bools else (),
+        halves=(store_masks_as_bytes,) if there.slow_bools and not whole else (),
         lowered=(*zeros, *images, *few, read_low_results),
         keeps_casts=not (sharded or recomputes),
         recomputes=recomputes,
@@ -153,12 +153,12 @@ def with_joint_passes(
 
     backends = str(setting("max_autotune_gemm_backends")).upper()
     joint = passes.joint if not setting("cpp_wrapper") and "ATEN" in backends else ()
-    partitioner = Partitioner(setting(PARTITIONER), passes)
     if passes.whole:
-        joint = (*joint, PartStep(partitioner))
+        kept = replace(passes, halves=(keep_sources, *passes.halves))
+        joint = (*joint, PartStep(Partitioner(setting(PARTITIONER), kept)))
         given.setdefault(_TO_THE_END, False)
     elif passes.parting or passes.halves:
-        given[PARTITIONER] = partitioner
+        given[PARTITIONER] = Partitioner(setting(PARTITIONER), passes)
     if joint:
         given[OPTION] = appended(setting(OPTION), joint)
     refused = () if setting("layout_optimization") else _LAYOUTS
@@ -214,8 +214,8 @@ class Partitioner(CustomPartitionerFn):
                 gm.recompile()
         partition = self.theirs or min_cut_rematerialization_partition
         has_checkpoint = any(CHECKPOINTED in node.meta for node in gm.graph.nodes)
-        again = [("ban_recompute_materialized_backward", False)] if self.passes.recomputes else []
-        with aot_settings(dict(again)):
+        stored = "ban_recompute_materialized_backward"
+        with aot_settings({stored: False} if self.passes.recomputes else {}):
             forward, backward = partition(gm, joint_inputs, **kwargs)
         if has_checkpoint or not self.passes.keeps_casts:
             inputs = forward.graph.find_nodes(op="placeholder")

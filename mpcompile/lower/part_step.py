@@ -16,9 +16,9 @@ Contract. The graph is ATen after Inductor's decompositions, functional but for 
 its end. What depends on `begin_backward` is the backward, and what the program does after it. Not
 parted are graphs
 * of several backwards: the forward of one may come after the backward of another;
-* with random operators other than dropout's: torch's partitioner may take two that look alike for
+* of random operators other than dropout's: torch's partitioner may take two that look alike for
   one;
-* with higher-order operators, which may write.
+* of higher-order operators, which may write.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from ..ir import aten
 from ..torch_inside.names import CustomPartitionerFn, HigherOrderOperator
 
 _COPY = aten.copy_.default
+_OF_DROPOUT = ("aten::bernoulli", "prims::inductor_seed", "prims::inductor_seeds")
 
 
 class PartStep:
@@ -48,13 +49,9 @@ class PartStep:
         if len(begins) == 1 and not any(map(_is_opaque, graph.nodes)):
             self._part(graph, begins[0])
         for begin in graph.find_nodes(op="call_function", target=target):
-            like = ir.value(begin)
-            with graph.inserting_before(begin):
-                kind = {"dtype": like.dtype, "device": like.device}
-                begin.replace_all_uses_with(
-                    ir.new_call(graph, aten.full.default, [*like.shape], 1, **kind)
-                )
-            graph.erase_node(begin)
+            ones = ir.value(begin)
+            begin.target, begin.args = aten.full.default, ([*ones.shape], 1)
+            begin.kwargs = {"dtype": ones.dtype, "device": ones.device}
         return bool(begins)
 
     def _part(self, graph: fx.Graph, begin: fx.Node) -> None:
@@ -93,9 +90,9 @@ def _is_random(node: fx.Node) -> bool:
 
 
 def _is_opaque(node: fx.Node) -> bool:
-    of_dropout = node.target is aten.bernoulli.p or str(node.target).startswith("prims.")
-    opaque = isinstance(node.target, HigherOrderOperator)
-    return opaque or (_is_random(node) and not of_dropout)
+    if isinstance(node.target, HigherOrderOperator):
+        return True
+    return _is_random(node) and ir.op_name(node) not in _OF_DROPOUT
 
 
 def _copied(graph: fx.Graph, part: fx.GraphModule, known: dict[str, fx.Node]) -> list[fx.Node]:

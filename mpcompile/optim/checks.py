@@ -106,13 +106,15 @@ def check(
 
 def _check_wrapper(name: str, optimizer: Optimizer) -> None:
     """Refuse an optimizer that steps another one, unless it is ZeRO's. Raises MPCompileError."""
-    if is_zero(optimizer) and overlaps_backward(optimizer):
-        raise MPCompileError(
-            f"MPOptimizer: {name}(overlap_with_ddp=True) updates parameters inside of the "
-            "backward, before anyone knows whether their gradients overflowed; use "
-            "overlap_with_ddp=False"
-        )
-    for key, value in vars(optimizer).items() if not is_zero(optimizer) else ():
+    if is_zero(optimizer):
+        if overlaps_backward(optimizer):
+            raise MPCompileError(
+                f"MPOptimizer: {name}(overlap_with_ddp=True) updates parameters inside of the "
+                "backward, before anyone knows whether their gradients overflowed; use "
+                "overlap_with_ddp=False"
+            )
+        return
+    for key, value in vars(optimizer).items():
         if isinstance(value, Optimizer):
             raise MPCompileError(
                 f"MPOptimizer: {name} steps another optimizer, its {key}. Wrap that one: "

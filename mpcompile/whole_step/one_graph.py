@@ -32,7 +32,6 @@ from ..lower.joint import JointPasses, joint_passes, with_joint_passes
 from ..lower.sections import chained
 from ..lower.write_order import inductor_for
 from ..operators.rnn_layer import IN_A_GRAPH
-from ..passes.joint.kept_for_backward import keep_sources
 from ..planner.target import place_of
 from ..rules.policy import Level
 from ..scaling.loss_scale import LossScale
@@ -148,7 +147,7 @@ def compiled(
     inputs = graph.graph.find_nodes(op="placeholder")
     device = place_of([n.meta["val"] for n in inputs])
     options = {**options_for_joins(graph.graph, device), **options}
-    passes = JointPasses(whole=True, halves=(keep_sources,), recomputes=settings.recompute)
+    passes = JointPasses(whole=True, recomputes=settings.recompute)
     if (level := settings.level) is not Level.O0:
         passes = joint_passes(level, program.device, whole=True, recompute=settings.recompute)
     patches = inductor_for(settings.mode, with_joint_passes(options, passes)).config
