@@ -12,10 +12,10 @@ from collections.abc import Iterator
 from repository import ROOT, imported, sources, unit_of
 
 LIMITS = {
-    "lines of source": 39831,
-    "lines of code": 24795,
+    "lines of source": 39829,
+    "lines of code": 24793,
     "files of source": 250,
-    "lines of tests": 59415,
+    "lines of tests": 59414,
     "lines of benchmarks": 13999,
     "words of docs": 32000,
     "warnings that count more than two frames": 0,

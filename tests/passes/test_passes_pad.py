@@ -220,7 +220,7 @@ def test_gradients_are_scaled_on_the_other_side_of_pads(scaled: bool) -> None:
         assert ir.mark(node.all_input_nodes[0]).rule == "cast"
 
 
-# place_pads: lanes stay where they are exact. That everybody else reads the real size is seen by.
+# -- place_pads: lanes stay where they are exact ---------------------------------------------------
 
 
 def test_weights_are_padded_after_their_cast_and_nothing_is_cut_between_products() -> None:
