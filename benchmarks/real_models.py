@@ -2,7 +2,7 @@
 
 One step is forward, loss, backward, AdamW and `zero_grad`. The peers are torch.compile in FP32 and
 under autocast, with the fused AdamW, and with a GradScaler where the low dtype is FP16: on a CPU it
-is BF16. O1 has the same fused AdamW, O2 an `MPOptimizer`. On a CPU the models are those of
+is BF16. O1 has the same fused AdamW, all others an `MPOptimizer`. On a CPU the models are those of
 transformers, which compute their own loss, and of timm; on a GPU, where these may not be installed,
 the same networks from plain torch.nn. The first step is the one that compiles; the first arm of a
 model also fills Inductor's caches for the others.

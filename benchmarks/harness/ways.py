@@ -142,8 +142,7 @@ class Trainer:
         """(loss scale, steps skipped) of each compiled model that has a scale."""
         if not self.way.level or self.way.dtype is not torch.float16 or not self.way.scaled:
             return []
-        scales = [loss_scale_of(model) for model in self.models]
-        return [(scale.value, scale.skipped_steps) for scale in scales]
+        return [(s.value, s.skipped_steps) for s in map(loss_scale_of, self.models)]
 
     def copies(self) -> list[Tensor]:
         """Working copies of the models' weights."""
@@ -229,8 +228,8 @@ BUDGETED = "compile + autocast, budget 0.5"
 PEERS = (EAGER, COMPILED, EAGER_AUTOCAST, AUTOCAST, BUDGETED)
 PIECES = ("mpcompile O1", "mpcompile O2")
 WHOLE = ("mpcompile O1, whole step", "mpcompile O2, whole step")
-OURS = (*PIECES, *WHOLE)
-RECOMPUTES = "mpcompile O2, recompute"
+GENERATED, RECOMPUTES = "mpcompile O1, MPOptimizer", "mpcompile O2, recompute"
+OURS = (PIECES[0], GENERATED, PIECES[1], *WHOLE)
 
 
 def everyones(device: torch.device, emit: str) -> tuple[Way, ...]:
@@ -246,6 +245,7 @@ def everyones(device: torch.device, emit: str) -> tuple[Way, ...]:
         Way(AUTOCAST, low, compiled=True, fused=True),
         Way(BUDGETED, low, compiled=True, fused=True, budget=0.5),
         Way(PIECES[0], ours, "O1", fused=True),
+        Way(GENERATED, ours, "O1", generated=True),
         Way(PIECES[1], ours, "O2"),
         Way(WHOLE[0], ours, "O1", whole=True),
         Way(WHOLE[1], ours, "O2", whole=True),

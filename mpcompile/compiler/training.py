@@ -14,6 +14,7 @@ from torch import fx
 from .. import ir
 from ..capture.pipeline import Planned
 from ..capture.surroundings import around_now
+from ..devices.registry import capabilities
 from ..ir.dtypes import half_of, is_trained_fp16, refuse_fp16
 from ..planner.target import device_of, target_of
 from ..rules.policy import Level
@@ -31,8 +32,8 @@ class Training:
     Attributes:
         facts: what the graph is planned by.
         scale: the loss scale that its gradients may be multiplied by, or None.
-        owned: the inputs that are parameters of an MPOptimizer: input number -> that optimizer. At
-            O2 alone, where the graph may read copies of them.
+        owned: the parameters of an MPOptimizer of which the graph may read copies
+            (`reads_copies`): input number -> that optimizer.
         kept: the inputs that are weights of which copies are kept, since nothing trains them now.
         examples: the caller's inputs that the graph is compiled with.
     """
@@ -94,7 +95,7 @@ def training_of(gm: fx.GraphModule, examples: Sequence[Any], settings: Settings)
     for trained in filter(is_trained_fp16, examples if refused else ()):
         refuse_fp16("a module", f"a parameter of shape {tuple(trained.shape)}")
     scale = scale_for(examples, target.low, settings)
-    owned = owned_in(examples) if settings.level is Level.O2 else {}
+    owned = owned_in(examples) if reads_copies(settings.level, target.device) else {}
     kept = [i for i, x in enumerate(examples) if kept_copies.is_kept(x)]
     shapes = stored_shapes(owned, examples, target.low)
     shapes |= {i: kept_copies.stored_shape(examples[i], target.low) for i in kept}
@@ -106,6 +107,14 @@ def training_of(gm: fx.GraphModule, examples: Sequence[Any], settings: Settings)
         pinned=scale.repairs.pins if scale is not None else {},
     )
     return Training(facts, scale, owned, kept, examples)
+
+
+def reads_copies(level: Level, device: torch.device) -> bool:
+    """Whether a graph reads the low copies of weights that an MPOptimizer's step writes. At O1 not
+    where weight gradients leave their products in FP32, as the gradient of a low copy can't.
+    """
+    rounds = level is Level.O1 and not capabilities(device).products_leave_in_fp32()
+    return rounds or level is Level.O2
 
 
 def fp32_parameters(inputs: Sequence[Any]) -> dict[int, torch.nn.Parameter]:

@@ -20,14 +20,13 @@ from ..capture.pipeline import Planned
 from ..capture.surroundings import around_now
 from ..compiler.backend import planned_or_why
 from ..compiler.plan_graph import Facts
-from ..compiler.training import fp32_parameters, scale_for
+from ..compiler.training import fp32_parameters, reads_copies, scale_for
 from ..errors import MPCompileError
 from ..ir.scale import INIT_SCALE, ScaleRule
 from ..observe.record import Numbers, Record, moved
 from ..observe.watch import Exact, Keeping, Observer, gradient_units
 from ..planner.graph_plan import GraphPlan, plan_of_left
 from ..planner.target import Repairs, device_of, target_of
-from ..rules.policy import Level
 from ..runtime.half_inputs import widened
 from ..runtime.module_call import running
 from ..settings import Settings
@@ -90,7 +89,7 @@ class Sides:
         args, kwargs: the arguments of the call.
         loss: of the model's result.
         settings: how the model is rewritten.
-        mp_optimizer: whether an `MPOptimizer` holds the parameters; matters at O2.
+        mp_optimizer: whether an `MPOptimizer` holds the parameters: see `reads_copies`.
         repairs: what `repair=True` has pinned while the model trained.
 
     Attributes:
@@ -112,7 +111,7 @@ class Sides:
     ) -> None:
         self.twin, self.call, self.loss = twin, (tuple(args), dict(kwargs)), loss
         self.settings = replace(settings, names=names_in(twin))
-        self.copied = mp_optimizer and settings.level is Level.O2
+        self.mp_optimizer = mp_optimizer
         self.repairs = repairs
         self.plans: list[GraphPlan] = []
         self.scale, self.seed, self.keep = 1.0, 0, False
@@ -161,7 +160,8 @@ class Sides:
         device, compiled = device_of(example_inputs), self._names(example_inputs)
 
         def facts() -> Facts:
-            masters = fp32_parameters(example_inputs) if self.copied else ()
+            copied = self.mp_optimizer and reads_copies(self.settings.level, device)
+            masters = fp32_parameters(example_inputs) if copied else ()
             target = target_of(device, self.settings.dtype)
             return Facts(
                 target, around_now(gm, example_inputs, device.type, self.settings.names()),

@@ -1,4 +1,4 @@
-"""The inputs of a rewritten graph, by number: the caller's, O2's working copies, the loss scale's.
+"""The inputs of a rewritten graph, by number: the caller's, working copies, the loss scale's.
 
     0 ... given-1          the inputs that the caller of Dynamo's graph passes; where the graph
                            reads a parameter only in the low dtype, its working copy replaces it

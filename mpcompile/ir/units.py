@@ -11,7 +11,7 @@ linear in its gradients, so it passes on the unit that it receives.
     unscale_grad, backward                              scale^1 -> scale^0
     backward code that may not be linear                scale^0 only
     any other node                                      passes on; all it receives must agree
-    arrives at an input                                 scale^0; at a working copy of O2's scale^1
+    arrives at an input                                 scale^0; at a working copy     scale^1
 
 If two different units would be added, or a wrong one would arrive, `complaints` says so, and the
 graph is not emitted.

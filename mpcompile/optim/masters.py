@@ -1,6 +1,6 @@
 """FP32 master weights of parameters that are themselves stored in a low dtype.
 
-It is the mirror of O2's working copies (`scaling/copies.py`). There the model's parameter is the
+It is the mirror of the working copies (`scaling/copies.py`). There the model's parameter is the
 master; here it is the copy, and its master is in the optimizer's state, beside FP32 moments:
 
     p: bf16, the model's   <--   state[p]["master"]: f32   <--   the traced step

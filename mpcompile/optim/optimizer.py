@@ -46,7 +46,7 @@ class MPOptimizer(Optimizer):
 
     The optimizer's own step is traced, rewritten and compiled, or torch's fused kernel does it. The
     step checks that every gradient is finite, clips, updates in FP32, writes the low-precision
-    copies that O2 reads, and moves the loss scale. If a gradient is not finite, no parameter,
+    copies that models read, and moves the loss scale. If a gradient is not finite, no parameter,
     moment or counter changes. The step never waits for the device.
 
     An MPOptimizer is a torch.optim.Optimizer over the same `param_groups` and `state`: schedulers,

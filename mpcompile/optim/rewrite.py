@@ -23,11 +23,10 @@ its working copy's dtype. A step that clips multiplies each by the factor that i
 state (moments and step counters), is selected by a value on the device, so the host doesn't wait
 for it. In the fused update this costs no memory traffic: the old value is read in any case.
 
-**The low-precision working copy** is written next to its FP32 master. O2's models read these copies
-("FP32 master weights", Micikevicius et al., ICLR 2018, section 3.1). The new weight is in registers
-here, so its copy costs a write of two bytes, and the next forward reads two bytes for each weight
-instead of casting four. A skipped step rewrites the copy's values. If a copy is stored padded, the
-graph gets only the part without padding: the zeros stay zeros.
+**The low-precision working copy**, which models read, is written next to its FP32 master ("FP32
+master weights", Micikevicius et al., ICLR 2018, section 3.1). The new weight is in registers here,
+so a write of two bytes saves the next forward a cast of four. A skipped step rewrites the copy's
+values. If a copy is stored padded, the graph gets only the part without padding: zeros stay zeros.
 
 Where the copy is the parameter itself (`CopyLayout.leads`), it may hold what someone has written
 to it since the last step. Its master then follows, element by element, before all else reads it.

@@ -28,7 +28,7 @@ from ..capture.surroundings import around_now
 from ..compiler.backend import planned_or_why, why_left
 from ..compiler.graph_function import split
 from ..compiler.plan_graph import Facts
-from ..compiler.training import fp32_parameters, owned_in, scale_for, stored_shapes
+from ..compiler.training import fp32_parameters, owned_in, reads_copies, scale_for, stored_shapes
 from ..devices.autocast import noting_regions
 from ..devices.cuda import AbsentGPU
 from ..devices.gpus import gpu
@@ -96,8 +96,8 @@ def explain(
             "a100", "t4" and others: an unknown name is refused with the list of them.
         {plans}: as for `mpcompile()`. None: what the model was compiled with; the default of
             `mpcompile()` if it was not. A compiled model's `dump` is not taken over.
-        mp_optimizer: whether an `MPOptimizer` holds the parameters; matters at O2. None: whether
-            one holds them now.
+        mp_optimizer: whether an `MPOptimizer` holds the parameters; matters at O2, and at O1 on
+            a CPU. None: whether one holds them now.
         **kwargs: the other arguments of the model's call.
 
     Returns:
@@ -257,18 +257,16 @@ class Planner:
             target,
             around_now(gm, example_inputs, target.device.type, self.settings.names()),
             scaled=scale_for(originals, target.low, self.settings) is not None,
-            copied=self._copied(originals, target.low),
+            copied=self._copied(originals, target),
             pinned=self.repairs.pins,
         )
 
-    def _copied(
-        self, originals: Sequence[Any], low: torch.dtype
-    ) -> Mapping[int, tuple[int, ...] | None]:
+    def _copied(self, originals: Sequence[Any], target: Target) -> dict[int, Any]:
         """The inputs that the graph may read as low copies -> the shape that a copy has already."""
-        if self.settings.level is not Level.O2 or self.mp_optimizer is False:
+        if self.mp_optimizer is False or not reads_copies(self.settings.level, target.device):
             return {}
         held = fp32_parameters(originals) if self.mp_optimizer else owned_in(originals)
-        return dict.fromkeys(held) if self.absent else stored_shapes(held, originals, low)
+        return dict.fromkeys(held) if self.absent else stored_shapes(held, originals, target.low)
 
     def _working_copies(
         self, planned: Planned, example_inputs: Sequence[Any], low: torch.dtype

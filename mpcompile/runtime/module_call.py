@@ -111,8 +111,7 @@ class ModuleCall:
         module: the module.
         compile_kwargs: arguments of torch.compile, but for the backend.
         backend: takes a graph and its inputs.
-        reads_copies: whether its graphs read an `MPOptimizer`'s working copies.
-        keeps_copies: whether its graphs read kept copies while it evaluates.
+        reads_copies: whether its graphs read low copies: an `MPOptimizer`'s, or kept ones.
         check: called with the module before the first call; raises if it can't be compiled.
         called: called with the module after each call, until it returns True.
         looking: what looks at the first calls of a module; None: nobody does.
@@ -128,7 +127,6 @@ class ModuleCall:
         *,
         backend: Callable[..., Any],
         reads_copies: bool,
-        keeps_copies: bool = False,
         check: Callable[[nn.Module], None] = lambda _: None,
         called: Callable[[nn.Module], bool] = lambda _: True,
         looking: Callable[[nn.Module], ProductsCheck] | None = None,
@@ -137,10 +135,8 @@ class ModuleCall:
         method: Callable[..., Any] | None = None,
     ) -> None:
         self._module, self._compile_kwargs, self._backend = module, compile_kwargs, backend
-        self._reads_copies, self._keeps_copies = reads_copies, keeps_copies
-        self._check, self._called = check, called
-        self._method, self._checked = method, False
-        self._regions, self._scaled = regions, scaled
+        self._reads_copies, self._check, self._called = reads_copies, check, called
+        self._method, self._regions, self._scaled = method, regions, scaled
         self._buffers: list[tuple[dict[str, Any], str]] = []
         self._looking = looking(module) if looking is not None else None
         self._sample = next(module.parameters(), None)
@@ -151,6 +147,11 @@ class ModuleCall:
         self._forward: Any = None
         self._look_at_forward()
         self._compiled = self._compile(divides=False)
+
+    def _look_at_dtype(self) -> None:
+        """Learn again what follows from the module's dtype, which a cast of the module changes."""
+        self._dtype = self._sample.dtype if self._sample is not None else None
+        self._widens, self._checked = widens_inputs(self._module), False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():
@@ -169,7 +170,7 @@ class ModuleCall:
             held = map(buffers_of, self._module.modules())
             self._buffers = [(buffers, name) for buffers in held for name in buffers]
         self._look_at_forward()
-        if self._keeps_copies:
+        if self._reads_copies:
             follow_grad_mode(self._module)
         # Equal modules are found at the first call, when hooks and optimizers are there.
         divides = self._regions is not None and not self._regions.divided
@@ -192,11 +193,6 @@ class ModuleCall:
             if self._looking is None or not self._looking.again:
                 self._told = self._called(self._module)
         return result
-
-    def _look_at_dtype(self) -> None:
-        """Learn again what follows from the module's dtype, which a cast of the module changes."""
-        self._dtype = self._sample.dtype if self._sample is not None else None
-        self._widens, self._checked = widens_inputs(self._module), False
 
     def _compile(self, *, divides: bool = True) -> Callable[..., Any]:
         """The call, compiled; of a module that FSDP shards, what runs between FSDP's hooks."""

@@ -1,8 +1,8 @@
-"""O2's working copies: which parameters have one, and that a forward never reads a stale one.
+"""Working copies: which parameters have one, and that a forward never reads a stale one.
 
-A parameter that an `MPOptimizer` holds is an FP32 master weight; a model at O2 reads a copy of it
-in the low dtype, which the optimizer's step writes. There is one copy for each parameter and dtype,
-however many graphs read it.
+A parameter that an `MPOptimizer` holds is an FP32 master weight; a model at O2, or on a CPU at O1,
+reads a copy of it in the low dtype, which the optimizer's step writes. There is one for each
+parameter and dtype, however many graphs read it.
 
     forward:  params, FP32  --ReadCopies-->  copies, low  -->  the compiled graph
     backward: p.grad, low   <--ReadCopies--  gradients, low (in FP16 times the loss scale)
@@ -239,12 +239,13 @@ class Reader:
     def stored_low(
         self, masters: Sequence[torch.Tensor], known: _OfMasters | None = None
     ) -> list[bool]:
-        """Whether the gradient of each may have the low dtype: it has no loss scale, and only its
-        optimizer reads it, and no hook. (DDP, in C++, reads it, too: see `agreement.py`.)
+        """Whether the gradient of each may have the low dtype: that is BF16, it has no loss scale,
+        and only its optimizer reads it, and no hook. (DDP, in C++, reads it, too: `agreement.py`.)
         """
         known = known or self._known(masters)
+        wide = self.dtype is not torch.bfloat16 or self.scale is not None
         return [
-            self.scale is None and own and not any(hooks_on(master))
+            not wide and own and not any(hooks_on(master))
             for master, own in zip(masters, known.read_by_optimizer, strict=True)
         ]
 

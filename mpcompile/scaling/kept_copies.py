@@ -1,6 +1,6 @@
 """Evaluations read weights that are cast once: which parameters have such copies, and how long.
 
-A graph without grad mode reads copies of FP32 weights in the low dtype, as O2's graphs do
+A graph without grad mode reads copies of FP32 weights in the low dtype, as a training's may
 (`copies.py`, where is told how a change of a weight is noticed). Nobody but such graphs reads them.
 
     evaluating: weight --cast once--> kept copy --> graph       until the weight changes
@@ -122,7 +122,7 @@ class KeptCopies:
         dtype: of the copies.
         device: where they are.
         shapes: the shape that each is stored in.
-        kept: for each, whether it is a kept one; else it is O2's, which an `MPOptimizer` writes.
+        kept: for each, whether it is a kept one; else an `MPOptimizer` writes it.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Read working copies in place of FP32 parameters. A rewriting pass, for O2 under an MPOptimizer.
+"""Read working copies in place of FP32 parameters. A rewriting pass, under an MPOptimizer.
 
     weight: f32 = input                              weight: f16 = input
     weight_f16: f16 = to(weight, f16)         ->     linear: f16 = linear(x, weight)

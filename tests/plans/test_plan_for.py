@@ -49,8 +49,7 @@ def test_every_gpu(gpu: str) -> None:
 
 
 def test_without_units_a_named_dtype_still_runs_low() -> None:
-    planned = plan_for(net(), X, device="p100", dtype=torch.float16)
-    assert decided(planned)["linear"] == "LOW"
+    assert decided(plan_for(net(), X, device="p100", dtype=torch.float16))["linear"] == "LOW"
 
 
 def test_the_profile_is_that_of_the_gpus_class(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,8 +127,7 @@ def test_a_dropped_score_is_not_stored() -> None:
 
 def test_recurrent_layers_run_low() -> None:
     model = module_of(lambda m, x: m.head(m.rnn(x)[0]), rnn=nn.LSTM(8, 8), head=nn.Linear(8, 8))
-    planned = plan_for(model, torch.ones(5, 2, 8), device="t4")
-    assert decided(planned)["lstm"] == "LOW"
+    assert decided(plan_for(model, torch.ones(5, 2, 8), device="t4"))["lstm"] == "LOW"
 
 
 def test_half_inputs_are_widened() -> None:

@@ -48,8 +48,7 @@ def plans() -> st.SearchStrategy[Plan]:
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 @given(plans())
 def test_any_plan_comes_back(made: Plan) -> None:
-    data = json.loads(json.dumps(made.to_dict()))
-    assert Plan.from_dict(data) == made
+    assert Plan.from_dict(json.loads(json.dumps(made.to_dict()))) == made
     assert Plan.from_dict(made.to_dict()) == made
 
 

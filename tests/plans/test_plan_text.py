@@ -287,8 +287,7 @@ def test_a_module() -> None:
     text = PLANNED.why("blocks.0.fc")
     assert text.startswith("module blocks.0.fc in graph 0\nnode")
     assert "blocks.1" not in text
-    rows = [line for line in text.splitlines() if line.startswith("linear ")]
-    assert len(rows) == 1
+    assert len([line for line in text.splitlines() if line.startswith("linear ")]) == 1
 
 
 def test_a_module_and_what_is_in_it() -> None:

@@ -146,8 +146,7 @@ def test_no_operator_stands_in_two_rows() -> None:
 
 def test_views_and_moves_follow() -> None:
     """A kind that does no arithmetic has no precision of its own."""
-    kinds = {r.precision for r in TABLE.values() if r.kind is not Kind.COMPUTE}
-    assert kinds == {FOLLOW}
+    assert {r.precision for r in TABLE.values() if r.kind is not Kind.COMPUTE} == {FOLLOW}
 
 
 def test_what_is_no_operator_has_no_row() -> None:

@@ -257,8 +257,7 @@ def test_mpcompile_and_plan_for_take_a_path(spelled: Any, pins: Path) -> None:
 def test_a_decorator_reads_its_file_once(pins: Path) -> None:
     decorate = mpcompile(emit="eager", policy=pins)
     pins.unlink()
-    model = net()
-    assert decorate(lambda x: model(x))(X).shape == (8, 8)
+    assert decorate(lambda x: net()(x))(X).shape == (8, 8)
 
 
 def test_the_backend_takes_a_path(pins: Path, tmp_path: Path) -> None:

@@ -239,8 +239,7 @@ def test_what_keeps_less_is_an_operator_with_a_backward() -> None:
 def test_recurrent(name: str) -> None:
     """The layer's first weight stacks as many matrices as there are gates."""
     rule = TABLE[f"aten::{name}"].recurrent
-    layer = rule.module(3, 5)
-    assert layer.weight_ih_l0.shape == (rule.gates * 5, 3)
+    assert rule.module(3, 5).weight_ih_l0.shape == (rule.gates * 5, 3)
 
 
 @pytest.mark.parametrize("name", having(lambda r: r.fill))

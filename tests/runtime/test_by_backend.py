@@ -47,8 +47,7 @@ def test_it_answers_as_for_the_other_way(way: Callable[..., Any]) -> None:
         assert plan.level == "O2"
         assert [n.precision for n in plan.nodes if n.op == "aten::linear"] == ["LOW", "LOW"]
         assert loss_scale_of(one) is scale
-    report = diagnose(net, torch.randn(2, 8), loss_fn=torch.sum)
-    assert report.scale == scale.value
+    assert diagnose(net, torch.randn(2, 8), loss_fn=torch.sum).scale == scale.value
 
 
 def test_its_own_scale() -> None:

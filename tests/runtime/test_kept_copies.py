@@ -78,9 +78,7 @@ def test_the_graph_itself_casts_no_weight() -> None:
         model(batch())
         with torch.profiler.profile() as profile:
             model(batch())
-    wide = {event.key: event.count for event in profile.key_averages()}
-    # Of two products: each casts its input, and its result back.
-    assert wide["aten::_to_copy"] == 4
+    assert {event.key: event.count for event in profile.key_averages()}["aten::_to_copy"] == 4
 
 
 def test_both_modes_without_grad_share_the_copies() -> None:

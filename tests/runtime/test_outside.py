@@ -341,8 +341,7 @@ def test_explain_counts_it() -> None:
     flops = 2 * 4 * 16 * 16  # of each of the five products
     assert plan.outside == (OutsideLine("", 2 * flops),)
     assert plan.share_in_graphs == pytest.approx(3 / 5)
-    line = "outside of the graphs, in FP32: Printing (40.0% of the product FLOPs)"
-    assert line in str(plan)
+    assert "outside of the graphs, in FP32: Printing (40.0% of the product FLOPs)" in str(plan)
     again = Plan.from_dict(json.loads(json.dumps(plan.to_dict())))
     assert (again.outside, again.share_in_graphs) == (plan.outside, plan.share_in_graphs)
 

@@ -130,8 +130,7 @@ def test_nor_does_one_inside_a_function_that_is_compiled() -> None:
 def test_nor_one_whose_parameters_are_not_trained_yet() -> None:
     """An optimizer over two networks, of which one waits for its turn."""
     first, second = Lightning(), mpcompile(Lightning(), **OPTIONS)
-    optimizer = optimizer_of(nn.ModuleList([first, second]))
-    assert warned(first, optimizer) == []
+    assert warned(first, optimizer_of(nn.ModuleList([first, second]))) == []
     assert looks()
     second(torch.randn(2, 8)).sum().backward()
     assert not looks()

@@ -1,4 +1,4 @@
-"""O2's working copies: what a forward reads; when a model gets and loses them, and what its owner
+"""Working copies: what a forward reads; when a model gets and loses them, and what its owner
 sees of them.
 """
 
@@ -15,19 +15,20 @@ from weight_writes import HANDLES, WRITES
 
 from mpcompile import MPOptimizer, mpcompile
 from mpcompile.demo import GPT, GPTConfig
+from mpcompile.devices.cpu import CPU
 from mpcompile.scaling.copies import MasterWeight, copies_of
 
 
 def without_copies(model: nn.Module, dtype: torch.dtype, x: torch.Tensor) -> torch.Tensor:
     """What O2 computes from the masters as they are: the casts are in the graph."""
-    twin = mpcompile(copy.deepcopy(model), level="O2", dtype=dtype, emit="eager")
-    return twin(x)
+    return mpcompile(copy.deepcopy(model), level="O2", dtype=dtype, emit="eager")(x)
 
 
 @pytest.mark.parametrize("dtype", HALVES)
-def test_matrices_are_read_through_copies_and_norms_in_fp32(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_matrices_are_read_through_copies_and_norms_in_fp32(dtype: torch.dtype, level: str) -> None:
     model = Net()
-    optimizer = trained(model, dtype=dtype, lr=0.05)
+    optimizer = trained(model, dtype=dtype, lr=0.05, level=level)
     one_step(model, optimizer)
     for name, parameter in model.named_parameters():
         copies = copies_of(parameter)
@@ -35,6 +36,21 @@ def test_matrices_are_read_through_copies_and_norms_in_fp32(dtype: torch.dtype) 
         assert list(copies) == ([] if name.startswith("norm") else [dtype])
         for kept in copies.values():
             assert torch.equal(kept.tensor, parameter.detach().to(dtype))
+
+
+def test_at_o1_they_change_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And there are none where a weight gradient need not be rounded."""
+    start, found = Net(), []
+    for rounded in (True, False):
+        monkeypatch.setattr(CPU, "products_leave_in_fp32", lambda _, rounded=rounded: not rounded)
+        model = copy.deepcopy(start)
+        optimizer = trained(model, dtype=torch.bfloat16, lr=0.05, level="O1")
+        for seed in (0, 1, 2):
+            torch.manual_seed(seed)
+            one_step(model, optimizer)
+        assert any(copies_of(p) for p in model.parameters()) is rounded
+        found.append(list(model.parameters()))
+    assert all(map(torch.equal, *found))
 
 
 def test_without_an_mpoptimizer_there_are_no_copies() -> None:
@@ -123,21 +139,20 @@ def test_a_parameter_of_another_class_is_never_read_stale() -> None:
         assert type(weight) is Named
         assert torch.float16 in copies_of(weight)
         weight.data.mul_(2)
-        torch.testing.assert_close(
-            model(x), without_copies(model, torch.float16, x), rtol=0, atol=0
-        )
+        assert torch.equal(model(x), without_copies(model, torch.float16, x))
 
 
 @pytest.mark.slow("trainings that overflow, against FP64")
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("emit", ["aot_eager", "inductor"])
-def test_compiled_training_follows_the_same_graph_run_as_it_is(emit: str) -> None:
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_compiled_training_follows_the_same_graph_run_as_it_is(emit: str, level: str) -> None:
     start = GPT(GPTConfig(vocab=61, context=16, width=32, layers=1, heads=2))
     tokens = torch.randint(61, (3, 2, 16))
     losses = []
     for how in ("eager", emit):
         model = mpcompile(
-            copy.deepcopy(start), level="O2", dtype=torch.bfloat16, emit=how, strict=True
+            copy.deepcopy(start), level=level, dtype=torch.bfloat16, emit=how, strict=True
         )
         optimizer = MPOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-2), emit=how)
         for x in tokens:

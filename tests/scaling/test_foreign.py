@@ -63,9 +63,10 @@ def test_a_grad_scaler_is_noticed_once(level: str, wrapped: bool) -> None:
     ids=["disabled", "ours is off", "BF16"],
 )
 @pytest.mark.parametrize("wrapped", [False, True], ids=["plain", "MPOptimizer"])
-def test_one_loss_scale_is_fine(options: Any, enabled: bool, wrapped: bool) -> None:
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_one_loss_scale_is_fine(options: Any, enabled: bool, wrapped: bool, level: str) -> None:
     """No warning, and the gradients are right: the scaler is the only one."""
-    model = compiled(**options)
+    model = compiled(level=level, **options)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0, enabled=enabled)
     optimizer = held(model, wrapped)
     before = [p.detach().clone() for p in model.parameters()]

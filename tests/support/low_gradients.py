@@ -1,4 +1,4 @@
-"""What tests of O2's working copies and of their gradients share: small models, compiled and held
+"""What tests of working copies and of their gradients share: small models, compiled and held
 by an `MPOptimizer`, a step of theirs, and their gradients compared with those of a reference.
 """
 
@@ -48,7 +48,7 @@ def trained(
     """Compile the model in place, without breaks, and hold it."""
     if dtype is FP16:
         options["loss_scale"] = scale or LossScale.dynamic(init_scale=2.0**10)
-    mpcompile(model, level="O2", dtype=dtype, **{"emit": "eager", "fullgraph": True, **options})
+    mpcompile(model, dtype=dtype, **{"level": "O2", "emit": "eager", "fullgraph": True, **options})
     return MPOptimizer(torch.optim.SGD(model.parameters(), lr=lr), emit="eager")
 
 

@@ -39,8 +39,7 @@ def resnet_plan() -> Plan:
 def mixed_plan() -> Plan:
     """Three layers, of which the policy keeps the middle one in FP32."""
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 32), nn.Linear(32, 64))
-    policy = Policy(modules={"1": "fp32"})
-    return plan_for(model, torch.ones(8, 64), device="t4", policy=policy)
+    return plan_for(model, torch.ones(8, 64), device="t4", policy=Policy(modules={"1": "fp32"}))
 
 
 def evil_plan() -> Plan:

@@ -153,8 +153,7 @@ KERNEL = torch.randn(4, 4, 3, 3, 3)
 
 
 def decided(program: Any, *inputs: torch.Tensor, **options: Any) -> str:
-    stage = ran_twice(guard_kernels, program, *inputs, **{**in_bf16, **options})
-    return stage.marks
+    return ran_twice(guard_kernels, program, *inputs, **{**in_bf16, **options}).marks
 
 
 @pytest.fixture
