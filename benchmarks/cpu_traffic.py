@@ -5,7 +5,7 @@ all of Inductor's way up to and including its scheduler, on a CPU that has AMX-B
 kernels that it planned are counted instead of generated, so the numbers are the same on every
 machine. A kernel's bytes are each buffer that it reads or writes, once: Inductor's own count, which
 of a fused attention sees operands and results only. The optimizer is not counted: it is the same
-for the peer and for O1, and at O2 it reads low gradients.
+for the peer and for O1; an `MPOptimizer` reads low gradients and writes low copies.
 
 Causes, the first that fits. *Weights' casts*: a kernel that does nothing but round weights (or the
 batch) or lay them out, in the forward or again in the backward. *Gradients' casts*: one that does
@@ -39,14 +39,14 @@ from torch.utils._ordered_set import OrderedSet
 from benchmarks.harness.processes import calls_elsewhere
 from benchmarks.harness.report import Claims, Report, Settings, Table, paragraphs, plain
 from benchmarks.harness.scheduled import is_kernel, moved, origins, plan_only
-from benchmarks.harness.ways import AUTOCAST, PIECES, everyones, trainer_for
+from benchmarks.harness.ways import AUTOCAST, GENERATED, PIECES, everyones, trainer_for
 from benchmarks.real_models import BY_DEVICE, TASKS, TINY
 from mpcompile.devices import cpu
 
 DEVICES = ("cpu",)
 NEEDS = ("timm", "transformers")
 REPORT = "cpu_traffic"  # the same on every machine
-ARMS = (AUTOCAST, *PIECES)
+ARMS = (AUTOCAST, PIECES[0], GENERATED, PIECES[1])
 FLAGS = {
     "architecture": "x86_64",
     **dict.fromkeys(("avx2", "avx512_f", "avx512_bf16", "amx_bf16", "amx_tile"), True),
