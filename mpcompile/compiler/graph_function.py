@@ -16,6 +16,7 @@ from ..capture import pipeline
 from ..capture.compile_log import say_nothing_runs_low, say_products_stay
 from ..capture.pipeline import Planned
 from ..devices.registry import capabilities, check_accumulation
+from ..ir.dtypes import HALF
 from ..ir.fakes import fake_twin
 from ..ir.inputs import GraphInputs
 from ..lower.emitter import emit
@@ -151,10 +152,13 @@ def _to_emit(
 def _searches(
     scale: LossScale, graph: fx.GraphModule, settings: Settings, device: torch.device
 ) -> bool:
-    """Whether backward passes of the graph can search for the scale. A CUDA graph can't, since it
-    reads and writes fixed addresses.
+    """Whether backward passes of the graph can search for the scale. Not where all is FP32: every
+    scale would fit. Nor in a CUDA graph, which reads and writes fixed addresses.
     """
-    if not scale.fitting or not fit_scale.can_run_again(graph):
+    parts = [part for part in graph.modules() if isinstance(part, fx.GraphModule)]
+    made = [ir.tensors_of(node.meta.get("val")) for part in parts for node in part.graph.nodes]
+    low = any(tensor.dtype in HALF for tensors in made for tensor in tensors)
+    if not (scale.fitting and low and fit_scale.can_run_again(graph)):
         return False
     if settings.emit == "inductor" and replays(settings.mode, settings.options, device):
         scale.said.unsearched(scale.value)

@@ -66,8 +66,7 @@ def argument(node: fx.Node, name: str) -> Any:
 
 def position_of(node: fx.Node, name: str) -> int:
     """The place of an argument in the operator's schema."""
-    names = [declared.name for declared in schema(node.target).arguments]
-    return names.index(name)
+    return [declared.name for declared in schema(node.target).arguments].index(name)
 
 
 def refresh(node: fx.Node) -> None:

@@ -49,8 +49,7 @@ def backward_is_unknown(node: fx.Node) -> bool:
 
 def is_foreign(node: fx.Node) -> bool:
     """Whether the operator is neither torch's nor ours: a library's, or the user's."""
-    namespace = op_name(node).split("::")[0]
-    return namespace not in ("aten", "prims", "prim", "mpcompile")
+    return op_name(node).split("::")[0] not in ("aten", "prims", "prim", "mpcompile")
 
 
 def is_constant(node: fx.Node) -> bool:

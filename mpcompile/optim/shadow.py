@@ -210,8 +210,7 @@ def _names_one(value: Any, ids: Collection[int]) -> bool:
 
 def _own_attributes(optimizer: Optimizer) -> dict[str, Any]:
     """What a step may read from the optimizer itself: not the hooks, which run around it."""
-    others = ("param_groups", "state", *HOOKS)
-    return {k: v for k, v in vars(optimizer).items() if k not in others}
+    return {k: v for k, v in vars(optimizer).items() if k not in ("param_groups", "state", *HOOKS)}
 
 
 @contextlib.contextmanager

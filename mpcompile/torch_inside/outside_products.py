@@ -73,8 +73,7 @@ class Outside(TorchDispatchMode):
     @property
     def why(self) -> str:
         """Why Dynamo left frames to Python in this call, as far as is known."""
-        reasons = skipped_since(self._skips)
-        return "; ".join(reasons) or "TORCH_LOGS=graph_breaks tells why"
+        return "; ".join(skipped_since(self._skips)) or "TORCH_LOGS=graph_breaks tells why"
 
     @property
     def share(self) -> float:

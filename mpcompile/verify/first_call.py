@@ -184,8 +184,7 @@ class FirstCall:
             inputs = [_kept(value) for value in trial.inputs]
             written = [inputs[number] for number in written_numbers(trial.gm.graph)]
             results = [*function(list(inputs)), *written]
-            found = trial.compare(results, range(len(results)))
-            return None if found.wrong else function
+            return None if trial.compare(results, range(len(results))).wrong else function
         except MPCompileError:
             raise
         except Exception:  # a cure that doesn't compile is none

@@ -307,8 +307,7 @@ def test_the_end_of_a_path() -> None:
 
 def test_a_module_without_an_operator() -> None:
     assert PLANNED.why("unused") == "module unused: no operator of a rewritten graph comes from it"
-    left = plan(graph(left="it branches"))
-    assert left.why("fc").endswith("; graphs stay in FP32: it branches")
+    assert plan(graph(left="it branches")).why("fc").endswith("; graphs stay in FP32: it branches")
 
 
 @pytest.mark.parametrize(

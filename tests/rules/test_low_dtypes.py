@@ -84,5 +84,4 @@ def test_a_regex_for_a_module_is_for_all_in_it_unless_it_says_not(
     regex: str, matched: set[str]
 ) -> None:
     policy = Policy(modules={regex: "fp32"})
-    paths = ("fc", "dec.fc", "dec.head.fc")
-    assert {path for path in paths if policy.for_module(path)} == matched
+    assert {path for path in ("fc", "dec.fc", "dec.head.fc") if policy.for_module(path)} == matched

@@ -221,8 +221,7 @@ def test_pins_go_over_what_was_said() -> None:
 
 def net() -> Any:
     """Three layers, one after the other."""
-    layers = {name: nn.Linear(8, 8) for name in "abc"}
-    return module_of(lambda m, x: m.c(m.b(m.a(x))), **layers)
+    return module_of(lambda m, x: m.c(m.b(m.a(x))), **{name: nn.Linear(8, 8) for name in "abc"})
 
 
 X = torch.ones(8, 8)
@@ -265,8 +264,7 @@ def test_the_backend_takes_a_path(pins: Path, tmp_path: Path) -> None:
     torch.compile(net(), backend="mpcompile", options=options)(X).sum().backward()
     (plan,) = (tmp_path / "dump").rglob("plan.json")
     nodes = json.loads(plan.read_text())["nodes"]
-    found = {n["module"]: n["precision"] for n in nodes if n["op"] == "aten::linear"}
-    assert found == PINNED
+    assert {n["module"]: n["precision"] for n in nodes if n["op"] == "aten::linear"} == PINNED
 
 
 @both

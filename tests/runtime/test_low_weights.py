@@ -125,8 +125,7 @@ def test_all_weights_bf16(level: str, recompute: bool) -> None:
     model = GPT(recompute=recompute).to(BF16)
     exact = in_double(model)
     mpcompile(model, **options(level=level))
-    result = compare(model, exact, tolerance=0.05)
-    assert result.dtype is BF16
+    assert compare(model, exact, tolerance=0.05).dtype is BF16
     assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {BF16}
     assert {t.dtype for t in model.state_dict().values()} == {BF16}
 
@@ -200,8 +199,7 @@ def test_lora_on_an_fp16_base(level: str) -> None:
     model = adapted(GPT().half(), torch.float32)
     exact = in_double(model)
     mpcompile(model, **options(level=level))
-    result = compare(model, exact, tolerance=0.02, size=1e-4)
-    assert result.dtype is torch.float32
+    assert compare(model, exact, tolerance=0.02, size=1e-4).dtype is torch.float32
     with torch.no_grad():
         assert model(batch()[0]).dtype is torch.float16
 

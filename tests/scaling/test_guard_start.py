@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from module_of import module_of
 from overflowing import FP16, OVERFLOW, assert_unchanged, mlp, parameters
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -43,6 +44,16 @@ def test_the_first_gradient_is_right(level: str, emit: str) -> None:
         torch.testing.assert_close(actual, wanted, rtol=1e-2, atol=1e-3)
     assert loss_scale_of(compiled).skipped_steps == 0
     assert loss_scale_of(compiled).value < 2.0**16
+
+
+def test_a_graph_in_fp32_finds_no_start() -> None:
+    """Its gradients fit at any scale; those of the next graph don't."""
+    by, x = nn.Parameter(torch.ones(8)), torch.randn(32, 8)
+    net = module_of(lambda m, late: m.fc(x * m.by) if late else x * m.by, fc=nn.Linear(8, 4), by=by)
+    model = mpcompile(net, **FP16)
+    for late in (False, True):
+        model(late).sum().backward()
+    torch.testing.assert_close(net.fc.weight.grad, x.sum(0).expand(4, 8), rtol=1e-2, atol=2e-2)
 
 
 @pytest.mark.parametrize("fast", [False, True])

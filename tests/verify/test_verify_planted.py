@@ -178,8 +178,7 @@ def _one_is_wrong(rank: int, folder: Path) -> None:
         model = mpcompile(net, dtype=torch.bfloat16, options=options)
         found, _ = trained(model, "a plain optimizer")
     assert found == pytest.approx(right, rel=0.02)
-    said = [str(w.message) for w in caught if "compiled wrongly" in str(w.message)]
-    assert len(said) == rank
+    assert len([str(w.message) for w in caught if "compiled wrongly" in str(w.message)]) == rank
 
 
 @pytest.mark.slow("Inductor, with a compiler that is wrong")

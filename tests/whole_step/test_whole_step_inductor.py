@@ -40,8 +40,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 @pytest.mark.sweep("two networks under Inductor")
 @pytest.mark.parametrize("bad", ["d", "g"])
 def test_each_network_of_a_gan_is_a_graph(bad: str, graphs: list[int]) -> None:
-    run = agree(gan(False), gan_calls(5, bad), O2)
-    assert run.scale.skipped_steps == 1
+    assert agree(gan(False), gan_calls(5, bad), O2).scale.skipped_steps == 1
     assert len(graphs) == 2
 
 
@@ -85,8 +84,7 @@ def test_an_lstm() -> None:
 
     def program(run: Run) -> Step:
         model = run.model(Tagger(vocab=16, width=16))
-        optimizer = run.sgd(model.parameters())
-        return run.usual(run.forward(lambda x, y: model(x, y)), optimizer)
+        return run.usual(run.forward(lambda x, y: model(x, y)), run.sgd(model.parameters()))
 
     calls, tolerance = [(x, y) for x, y in tokens], {"rtol": 2e-2, "atol": 2e-3}
     # Torch asks the same before it calls oneDNN's kernel: a CPU without AVX512 has none in BF16.

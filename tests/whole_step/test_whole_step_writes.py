@@ -78,8 +78,7 @@ def test_parameters_are_written(setting: Setting, write: Write, when: str) -> No
 @BOTH
 def test_two_steps_in_one_function(setting: Setting) -> None:
     nothing = writing(lambda model: None, "between")
-    run = agree(nothing, batches(4, factors={2: 1e30}), setting)
-    assert run.scale.skipped_steps == 2
+    assert agree(nothing, batches(4, factors={2: 1e30}), setting).scale.skipped_steps == 2
 
 
 @SETTINGS
