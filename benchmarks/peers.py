@@ -20,6 +20,7 @@ import importlib
 import json
 import shutil
 import sys
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -158,10 +159,10 @@ def _folder(work: Work, device: torch.device) -> Path:
 
 
 def _measured_elsewhere(task: Task, work: Work, device: torch.device) -> Any:
-    return call_elsewhere(
-        "benchmarks.peers:measured", task.name, dataclasses.asdict(work), device.type,
-        environment={"OMP_NUM_THREADS": str(torch.get_num_threads())},
-    )  # fmt: skip
+    with tempfile.TemporaryDirectory() as caches:  # the first step is to compile
+        own = {"TORCHINDUCTOR_CACHE_DIR": caches, "OMP_NUM_THREADS": str(torch.get_num_threads())}
+        given = task.name, dataclasses.asdict(work), device.type
+        return call_elsewhere("benchmarks.peers:measured", *given, environment=own)
 
 
 def measured(name: str, work: dict[str, Any], kind: str) -> Any:

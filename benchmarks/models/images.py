@@ -71,8 +71,7 @@ class ResNet(nn.Module):
         self.head = nn.Linear(channels, classes)
 
     def forward(self, images: Tensor, targets: Tensor) -> Tensor:
-        x = self.stages(self.stem(images)).mean((2, 3))
-        return F.cross_entropy(self.head(x), targets)
+        return F.cross_entropy(self.head(self.stages(self.stem(images)).mean((2, 3))), targets)
 
 
 def resnet18(*, width: int = 64, depth: int = 2) -> ResNet:

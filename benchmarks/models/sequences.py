@@ -95,8 +95,7 @@ class _TiedHead(nn.Module):
     """
 
     def forward(self, x: Tensor, table: Tensor, targets: Tensor) -> Tensor:
-        logits = F.linear(x, table)
-        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        return F.cross_entropy(F.linear(x, table).flatten(0, 1), targets.flatten())
 
 
 class BERTEncoder(nn.Module):
