@@ -96,7 +96,7 @@ def test_it_follows_the_plain_trainer(way: str, fp32: Trainer, tmp_path: Path) -
         assert len(expected) >= 3
         assert logged(ours, what) == pytest.approx(expected, rel=tolerance)
     assert isinstance(ours.optimizer.optimizer, MPOptimizer) is compiled
-    assert any(copies_of(p) for p in ours.model.parameters()) is (compiled and "O2" in way)
+    assert any(copies_of(p) for p in ours.model.parameters()) is compiled
     assert {p.dtype for p in ours.model.parameters()} == {torch.float32}
 
 

@@ -94,7 +94,7 @@ def _compiled_steps(rank: int) -> None:
     for views in (False, True):
         for level in ("O1", "O2"):
             model = train("adamw", level=level, norm=0.1, parameters_as_bucket_view=views)
-            assert any(copies_of(p) for p in model.parameters()) == (level == "O2")
+            assert any(copies_of(p) for p in model.parameters())
     checkpoint(rank)
 
 
