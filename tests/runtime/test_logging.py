@@ -275,7 +275,7 @@ def test_a_profile_that_was_measured(facts: Facts) -> None:
 def test_nothing_is_printed_and_no_text_made_unasked() -> None:
     """In a process of its own: pytest listens to torch's trace, too."""
     failing = """
-from mpcompile.plans import compile_log
+from mpcompile.capture import compile_log
 def fail(*_, **__):
     raise SystemExit("a text was made")
 compile_log.GraphPlan.to_dict = compile_log.ir.render = fail
