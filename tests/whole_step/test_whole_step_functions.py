@@ -113,7 +113,8 @@ def test_an_error_while_it_is_traced_is_the_users_error(setting: Setting) -> Non
     x, y, f = batches(1)[0]
     with pytest.raises(Exception, match=r"shape|size|multipl") as raised:
         step(x[:, :3], y, f)
-    assert "mpcompile" not in re.sub(r'File "[^"]*"', "", str(raised.value))
+    said = re.sub(r'File "[^"]*"', "", str(raised.value))  # a clone's folder may be called so
+    assert "mpcompile" not in said
     step(x, y, f)
     assert step.left is None, step.left
 
