@@ -24,7 +24,7 @@ from ..devices.torch_faults import ZEROS_ARE_REUSED
 from ..passes.joint.keep_normalized import keep_normalized
 from ..passes.joint.kept_for_backward import WEIGHT, keep_sources, store_masks_as_bytes
 from ..passes.joint.lay_images import lay_channels_last, lay_low_images
-from ..passes.joint.lowered_faults import fill_zeros, read_low_results
+from ..passes.joint.lowered_faults import fill_zeros, read_low_results, scatter_into_sums
 from ..passes.joint.together import cast_together, unscale_together
 from ..passes.joint.widen_weight_gradients import widen_weight_gradients
 from ..rules.policy import Level
@@ -129,7 +129,7 @@ def joint_passes(
         # whole step, the user's code may read `x` after the backward.
         parting=() if recomputes or whole else (keep_normalized,),
         halves=(store_masks_as_bytes,) if there.slow_bools and not whole else (),
-        lowered=(*zeros, *images, *few, read_low_results),
+        lowered=(*zeros, *images, *few, read_low_results, scatter_into_sums),
         keeps_casts=not (sharded or recomputes),
         recomputes=recomputes,
         whole=whole,

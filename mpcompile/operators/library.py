@@ -1,5 +1,5 @@
-"""Small operators: they carry loss scaling through a graph, mark a place or a value in it, or
-handle many tensors at once; and a softmax for O2, and a loss.
+"""Small operators: they carry loss scaling through a graph, mark a place or a value in it, stand
+for a cast, or handle many tensors at once; and a softmax for O2, and a loss.
 
 They are registered with torch.library so that they are ordinary OpOverloads: AOTAutograd's cache
 accepts those (a Python callable in the graph would bypass it).
@@ -99,6 +99,34 @@ class UnscaleGrad(torch.autograd.Function):
 
 _LIBRARY.impl("scale_grad", ScaleGrad.apply, "CompositeImplicitAutograd")
 _LIBRARY.impl("unscale_grad", UnscaleGrad.apply, "CompositeImplicitAutograd")
+
+# -- a copy in place of a cast ---------------------------------------------------------------------
+
+_LIBRARY.define("read_copy(Tensor master, Tensor(a) copy) -> Tensor(a)")
+
+
+class _ReadCopy(torch.autograd.Function):
+    """The copy of a weight, as if it were cast now: its gradient is widened, and the weight's."""
+
+    @staticmethod
+    def forward(ctx: Any, master: torch.Tensor, copy: torch.Tensor) -> torch.Tensor:
+        ctx.shape, ctx.dtype = master.shape, master.dtype
+        ctx.set_materialize_grads(False)
+        return copy.detach()
+
+    @staticmethod
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, None]:
+        (grad,) = grads
+        if grad is None:
+            return None, None
+        for dim, size in enumerate(ctx.shape):  # a copy may be stored padded
+            grad = grad if grad.shape[dim] == size else grad.narrow(dim, 0, size)
+        return grad.to(ctx.dtype), None
+
+
+_LIBRARY.impl("read_copy", _ReadCopy.apply, "CompositeImplicitAutograd")
 
 # -- softmax at O2 ---------------------------------------------------------------------------------
 

@@ -6,8 +6,13 @@
 
 Only parameters of which the optimizer's step keeps a copy (`config.copied`) are replaced, and only
 in their casts to the low dtype: the copy holds exactly the result of the cast. A norm's weight has
-no such cast and stays. A weight that some node reads in FP32 as well stays too, and the copy is an
-additional input. A weight that this graph writes is read as it is written.
+no such cast and stays. A weight that some node reads in FP32 as well stays too (that of an
+embedding, tied to the head), and the copy is an additional input. Its gradient is the weight's:
+
+    weight_f16: f16 = to(weight, f16)      ->      weight_f16: f16 = read_copy(weight, weight_copy)
+
+So the compiled backward adds up both, and the optimizer gets one. A weight that this graph writes
+is read as it is written.
 
 A copy is stored in the shape that its cast is padded to, so the pad is removed with the cast:
 
@@ -28,6 +33,8 @@ from mpcompile import ir
 from mpcompile.ir import aten
 from mpcompile.rules.policy import Config
 from mpcompile.torch_inside.names import suggest_memory_format
+
+_READ = ir.added(ir.Role.CAST, "the optimizer's copy, in place of a cast")
 
 
 def read_copies(gm: fx.GraphModule, config: Config) -> bool:
@@ -62,9 +69,13 @@ def _read(
     if len(casts) == len(node.users):
         copy = node
         ir.set_value(copy, value)
+        ir.copy_of.set(copy, number)
     else:
-        copy = ir.add_input(graph, f"{node.name}_copy", value, like=node)
-    ir.copy_of.set(copy, number)
+        given = ir.add_input(graph, f"{node.name}_copy", value, like=node)
+        ir.copy_of.set(given, number)
+        with graph.inserting_before(ir.after(given)):
+            operator, name = torch.ops.mpcompile.read_copy.default, f"{node.name}_read"
+            copy = ir.insert(operator, node, given, name=name, like=node, decision=_READ)
     for pad in pads:
         if ir.same_shape(ir.value(pad).shape, value.shape):
             pad.replace_all_uses_with(copy)

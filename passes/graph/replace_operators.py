@@ -24,7 +24,8 @@ Only at O2, where results have the low dtype, and only where nothing reads the F
 `mpcompile/planner/times.py` says where that pays.
 
 The softmax is computed in FP32 from the FP32 scale and mask; a row with every position masked by
--inf or False is zero, as in the kernel. The pass runs after plan: only LOW attention is written
+-inf or False is zero, as in the kernel. A mask that several heads share is made once, and kept for
+all layers that read it. The pass runs after plan: only LOW attention is written
 out, so a policy that asks for FP32 keeps the kernel, too.
 
 **`fuse_head`** fuses a head and its loss, so that a large vocabulary's logits are not stored.
@@ -45,6 +46,8 @@ linear is LOW, the loss FULL. The reason of a loss that is not fused says why.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -96,18 +99,23 @@ def _narrow(graph: fx.Graph, node: fx.Node) -> None:
     graph.erase_node(node)
 
 
+_HEADS = 4
+"""The fewest that read a mask which is kept."""
+
+
 def expand_attention(gm: fx.GraphModule, config: Config) -> bool:
     found = [
         node
         for node in gm.graph.nodes
         if ir.precision(node) is Precision.LOW and is_written_out(node, config)
     ]
+    shown: dict[Any, fx.Node] = {}
     for node in found:
-        _expand(gm.graph, node)
+        _expand(gm.graph, node, shown)
     return bool(found)
 
 
-def _expand(graph: fx.Graph, node: fx.Node) -> None:
+def _expand(graph: fx.Graph, node: fx.Node, shown: dict[Any, fx.Node]) -> None:
     by, low = ir.By.REWRITE, ir.mark(node).low
     product = Mark(Precision.LOW, by, "attention written out: matrix product", low)
     between = Mark(Precision.FULL, by, "attention written out: softmax in FP32", low)
@@ -122,6 +130,18 @@ def _expand(graph: fx.Graph, node: fx.Node) -> None:
         new.meta["mp_captured"] = new.meta["val"]
         return new
 
+    def once(key: Any, make: Callable[[], fx.Node]) -> fx.Node:
+        """A mask, of which Inductor would make each element again in each pass of each softmax."""
+        if (place := (key, ir.regions(node))) not in shown:
+            mask, kept = make(), torch.ops.mpcompile.kept.default
+            is_small = _HEADS * _elements(mask) <= _elements(scores)
+            shown[place] = call("mask", between, kept, mask) if is_small else mask
+        return shown[place]
+
+    def causal() -> fx.Node:
+        full = call("full", product, aten.new_full.default, query, shape, float("-inf"))
+        return call("causal", product, aten.triu.default, full, 1)
+
     with graph.inserting_before(node):
         keys = call("keys", product, aten.transpose.int, key, -2, -1)
         scores = call("scores", product, aten.matmul.default, query, keys)
@@ -130,10 +150,11 @@ def _expand(graph: fx.Graph, node: fx.Node) -> None:
         never_empty = mask is None  # a causal row holds at least its first position
         if ir.argument(node, "is_causal"):
             shape = [ir.shape(query)[-2], ir.shape(key)[-2]]
-            full = call("full", product, aten.new_full.default, query, shape, float("-inf"))
-            mask = call("causal", product, aten.triu.default, full, 1)
+            mask = once(tuple(shape), causal)
         if mask is not None and ir.dtype(mask) is torch.bool:
-            hidden = call("hidden", between, aten.logical_not.default, mask)
+            # As numbers: a kernel that reads bools takes them apart, one by one.
+            seen = once(mask, lambda: call("seen", between, aten.to.dtype, mask, torch.float32))
+            hidden = call("hidden", between, aten.eq.Scalar, seen, 0)
             scores = call("masked", between, aten.masked_fill.Scalar, scores, hidden, float("-inf"))
         elif mask is not None:
             scores = call("masked", between, aten.add.Tensor, scores, mask)
@@ -145,6 +166,10 @@ def _expand(graph: fx.Graph, node: fx.Node) -> None:
     ir.stands_for(out, node)
     node.replace_all_uses_with(out)
     graph.erase_node(node)
+
+
+def _elements(node: fx.Node) -> int:
+    return math.prod(map(ir.hint, ir.shape(node)))
 
 
 LOSS = aten.cross_entropy_loss.default

@@ -1,5 +1,5 @@
-"""Faults of Inductor, gone round. Rewriting passes, on a graph as Inductor lowers it; each returns
-whether it changed anything. `mpcompile/devices/torch_faults.py` has the releases of torch.
+"""What Inductor gets wrong, or does twice. Rewriting passes, on a graph as Inductor lowers it; each
+returns whether it changed anything. `mpcompile/devices/torch_faults.py` has the releases of torch.
 
 **`fill_zeros`** gives tangents of zeros memory (`ZEROS_ARE_REUSED`).
 
@@ -43,6 +43,16 @@ computes in FP32 registers either way. A graph with one maximum stays as it is.
 Inductor writes a result out before it lowers what else reads it, and all of these then read the
 FP32 values, twice the bytes of the low ones, which hold the same numbers. Where a product wrote
 what was widened, and only fused kernels read the result, each now widens for itself, in registers.
+
+**`scatter_into_sums`** adds rows to what they are added to anyway.
+
+    zeros: f32 = full([50257, 768], 0)
+    rows = index_put_accumulate(zeros, tokens, g)
+    wide: f32 = convert(mm, f32)                  wide: f32 = convert(mm, f32)
+    grad = add(wide, rows)                 ->     grad = index_put_accumulate(wide, tokens, g)
+
+So the gradient of an embedding and that of the head tied to it need no table of zeros, which was
+written, read again, and lay in memory beside the sum.
 """
 
 from __future__ import annotations
@@ -71,6 +81,8 @@ _REDUCTIONS = (
     *_MAXIMA, aten.sum.default, aten.sum.dim_IntList, aten.gather.default, aten.var_mean.correction,
 )  # fmt: skip
 """What Inductor fuses with the elementwise operators that make its operand."""
+_SCATTER = aten._unsafe_masked_index_put_accumulate.default
+"""What the gradient of an embedding becomes: operand, mask, indices, values."""
 _PRODUCTS = (
     aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default,
     aten.convolution.default,
@@ -168,3 +180,33 @@ def _again(view: fx.Node, cast: fx.Node) -> fx.Node:
         with step.graph.inserting_after(step):
             made[step] = step.graph.node_copy(step, lambda node: made.get(node, node))
     return made[view]
+
+
+def scatter_into_sums(graph: fx.Graph) -> bool:
+    """Rewrite the graph. Returns whether anything changed."""
+    found = [n for n in graph.find_nodes(op="call_function", target=_SCATTER) if _to_zeros(n)]
+    changed = False
+    for node in found:
+        (add, *more) = node.users
+        if more or add.target is not aten.add.Tensor or len(add.args) > 2 or add.kwargs:
+            continue
+        others = [n for n in add.all_input_nodes if n is not node and _is_alike(n, add)]
+        if not others:
+            continue
+        with graph.inserting_before(add):
+            add.replace_all_uses_with(ir.new_call(graph, _SCATTER, others[0], *node.args[1:]))
+        graph.erase_node(add)
+        graph.erase_node(node)
+        changed = True
+    return changed
+
+
+def _to_zeros(scatter: fx.Node) -> bool:
+    onto: Any = scatter.args[0]
+    return bool(onto.target is aten.full.default and onto.args[1] == 0)
+
+
+def _is_alike(a: fx.Node, b: fx.Node) -> bool:
+    one, other = ir.value(a), ir.value(b)
+    alike = one.dtype is other.dtype and ir.same_shape(one.shape, other.shape)
+    return bool(alike and one.stride() == other.stride())

@@ -111,6 +111,26 @@ def test_a_row_masked_by_minus_infinity_is_zero(level: str, kind: str) -> None:
     assert is_expanded(run(masked, *qkv(2, 3, 16, 8), mask, level=level))
 
 
+@LEVELS
+@pytest.mark.parametrize("emit", ["aot_eager", "inductor"])
+@pytest.mark.parametrize(("heads", "kept"), [(4, 1), (3, 0)])
+def test_attentions_share_a_mask_that_lies_in_memory(
+    level: str, emit: str, heads: int, kept: int
+) -> None:
+    """One of every head's, a causal one, and one inside a checkpoint, which has its own."""
+
+    def program(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:
+        attend, own = F.scaled_dot_product_attention, visible & visible.any(-1, keepdim=True)
+        again = attend(attend(q, k, v, own), k, v, own)
+        inner = lambda x: attend(x, k, v, own)  # noqa: E731
+        again = torch.utils.checkpoint.checkpoint(inner, again, use_reentrant=False)
+        return causal(causal(again, k, v), k, v)
+
+    visible = torch.rand(16, 16) > 0.4
+    seen = run(program, *qkv(1, heads, 16, 8), visible, level=level, emit=emit)
+    assert [*seen.ops("FULL")].count("mpcompile::kept") == 3 * kept
+
+
 def test_a_row_masked_by_the_lowest_number_is_uniform() -> None:
     """As in FP32. Its gradient is not compared: FP32's own kernel gets it wrong."""
     query, key, value = (x.detach() for x in qkv(16, 8))

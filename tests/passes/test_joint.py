@@ -42,7 +42,7 @@ from mpcompile.passes.joint.kept_for_backward import (
     store_masks_as_bytes,
 )
 from mpcompile.passes.joint.lay_images import lay_channels_last, lay_low_images
-from mpcompile.passes.joint.lowered_faults import fill_zeros, read_low_results
+from mpcompile.passes.joint.lowered_faults import fill_zeros, read_low_results, scatter_into_sums
 from mpcompile.passes.joint.together import cast_together, unscale_together
 from mpcompile.passes.joint.widen_weight_gradients import widen_weight_gradients
 from mpcompile.rules.policy import Level
@@ -51,13 +51,14 @@ from mpcompile.torch_inside.inductor import PRE_FUSION
 
 pytestmark = pytest.mark.inside
 
-LOWERED_ON_CUDA = (lay_low_images, cast_together, unscale_together, read_low_results)
+ANYWHERE = (read_low_results, scatter_into_sums)
+LOWERED_ON_CUDA = (lay_low_images, cast_together, unscale_together, *ANYWHERE)
 IMAGES = JointPasses(lowered=(lay_low_images,))
 CHECKS = JointPasses(parting=(keep_normalized,), lowered=LOWERED_ON_CUDA[1:], keeps_casts=True)
 OURS = JointPasses(joint=(widen_weight_gradients,))
 WITHOUT_GEMMS = JointPasses(parting=(keep_normalized,), lowered=LOWERED_ON_CUDA, keeps_casts=True)
 ON_CUDA = replace(WITHOUT_GEMMS, joint=OURS.joint)
-ON_CPU = JointPasses(halves=(store_masks_as_bytes,), lowered=(read_low_results,), recomputes=True)
+ON_CPU = JointPasses(halves=(store_masks_as_bytes,), lowered=ANYWHERE, recomputes=True)
 ZEROS = (fill_zeros,) if ZEROS_ARE_REUSED.is_here() else ()
 counters = torch._dynamo.utils.counters
 
@@ -98,9 +99,9 @@ def test_whole_steps_have_one_more_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> 
     own = {"cpu": (lay_channels_last,), "cuda": (lay_low_images, cast_together)}
     for level, device in ((level, device) for level in Level for device in own):
         lowered = joint_passes(level, torch.device(device), whole=True).lowered
-        assert lowered == (*ZEROS, *own[device], read_low_results)
+        assert lowered == (*ZEROS, *own[device], *ANYWHERE)
     monkeypatch.setattr(CPU, "convolves_channels_last", False)
-    assert passes_for("cpu", whole=True).lowered == (*ZEROS, read_low_results)
+    assert passes_for("cpu", whole=True).lowered == (*ZEROS, *ANYWHERE)
 
 
 @pytest.mark.parametrize(
@@ -170,7 +171,7 @@ def test_code_that_cannot_call_it_is_left_alone(options: dict[str, Any]) -> None
 
 def test_no_operator_of_ours_in_a_wrapper_in_cpp() -> None:
     given = with_joint_passes({"cpp_wrapper": True}, CHECKS) or {}
-    assert given[LOWERED].ours == [read_low_results]
+    assert given[LOWERED].ours == [*ANYWHERE]
     assert LOWERED in (with_joint_passes(None, CHECKS) or {})
 
 

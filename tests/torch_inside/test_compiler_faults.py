@@ -17,7 +17,12 @@ from mpcompile.devices import cxx
 from mpcompile.devices.cxx import GCC_FLAG
 from mpcompile.lower import write_order
 from mpcompile.lower.write_order import inductor_for
-from mpcompile.passes.joint.lowered_faults import order_pools, read_low_results, widen_maxima
+from mpcompile.passes.joint.lowered_faults import (
+    order_pools,
+    read_low_results,
+    scatter_into_sums,
+    widen_maxima,
+)
 
 pytestmark = pytest.mark.inside
 
@@ -107,6 +112,53 @@ def widened_as_given(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ..
 def test_where_nothing_is_gained_all_read_the_result(program: Program) -> None:
     gm = traced(program, torch.randn(4, 6).half(), torch.randn(6, 8).half())
     assert not read_low_results(gm.graph)
+
+
+# -- sums of rows ----------------------------------------------------------------------------------
+
+
+def rows_of(tokens: torch.Tensor, g: torch.Tensor, onto: torch.Tensor) -> torch.Tensor:
+    put: Any = torch.ops.aten._unsafe_masked_index_put_accumulate
+    return put(onto, (tokens != 3).unsqueeze(-1), [tokens], g)  # type: ignore[no-any-return]
+
+
+def tied(tokens: torch.Tensor, g: torch.Tensor, head: torch.Tensor) -> tuple[torch.Tensor]:
+    return (head.to(g.dtype) + rows_of(tokens, g, torch.full((8, 4), 0.0, dtype=g.dtype)),)
+
+
+def test_an_embeddings_gradient_is_added_to_that_of_the_head() -> None:
+    """Tokens that occur twice, and one that is masked."""
+    inputs = torch.tensor([1, 5, 5, 3]), torch.randn(4, 4), torch.randn(8, 4).half()
+    gm = traced(tied, *inputs)
+    assert scatter_into_sums(gm.graph)
+    assert not scatter_into_sums(gm.graph)
+    gm.graph.eliminate_dead_code()
+    assert not {"aten.full.default", "aten.add.Tensor"} & {*targets(gm)}
+    gm.recompile()
+    given = inputs[2].clone()
+    exact = tied(*inputs[:1], *(x.double() for x in inputs[1:]))[0]
+    assert (gm(*inputs)[0] - exact).abs().max() < 1e-6
+    assert torch.equal(inputs[2], given)
+
+
+@pytest.mark.parametrize("sum_", [
+    lambda rows, head: (head.float() + rows, rows),  # read by another
+    lambda rows, head: (head.float() + 2 * rows,),
+    lambda rows, head: (torch.add(head.float(), rows, alpha=2),),
+    lambda rows, head: (rows + head[:1].float(),),  # of another shape
+    lambda rows, head: (rows + head.float().t().contiguous().t(),),  # laid out otherwise
+    lambda rows, head: (rows + 1.0,),
+    lambda rows, head: (rows + rows,),
+    lambda rows, head: (rows,),
+])  # fmt: skip
+def test_other_sums_stay(sum_: Program) -> None:
+    def program(tokens: torch.Tensor, g: torch.Tensor, head: torch.Tensor) -> Any:
+        return sum_(rows_of(tokens, g, torch.full((8, 4), 0.0)), head)
+
+    inputs = torch.tensor([1, 5]), torch.randn(2, 4), torch.randn(8, 4).half()
+    assert not scatter_into_sums(traced(program, *inputs).graph)
+    more: Program = lambda *a: (a[2].float() + rows_of(*a[:2], torch.full((8, 4), 1.0)),)  # noqa: E731
+    assert not scatter_into_sums(traced(more, *inputs).graph)
 
 
 @pytest.mark.slow("compiles by Inductor")
