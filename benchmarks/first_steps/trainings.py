@@ -178,7 +178,7 @@ def _text(config: GPTConfig, batch: int) -> Callable[[], Sequence[Tensor]]:
 
     def draw() -> Sequence[Tensor]:
         seed = int(torch.randint(2**30, ()))
-        return next(text_batches(corpus().train, batch=batch, context=config.context, seed=seed))
+        return next(text_batches(corpus(), batch=batch, context=config.context, seed=seed))
 
     return draw
 

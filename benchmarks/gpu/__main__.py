@@ -183,7 +183,6 @@ PIECES = (
     _benchmark("gpt", 480),
     _benchmark("optimizer_step", 420),
     runner.Piece("demo", (*_MPCOMPILE, "demo", "--device", "cuda", "--dump", "{out}/dump"), 300),
-    _benchmark("small", 360),
     _benchmark("first_steps", 480),
     _benchmark("overhead", 300),
     _benchmark("peers", 480),

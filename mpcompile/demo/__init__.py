@@ -4,7 +4,7 @@
 the demo itself is ``mpcompile.demo.run``.
 """
 
-from .corpus import Corpus, corpus, held_out_batches, text_batches
+from .corpus import corpus, text_batches
 from .gpt import GPT, GPTConfig
 
-__all__ = ["GPT", "Corpus", "GPTConfig", "corpus", "held_out_batches", "text_batches"]
+__all__ = ["GPT", "GPTConfig", "corpus", "text_batches"]

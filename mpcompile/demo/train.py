@@ -35,7 +35,6 @@ class Trainee:
         losses: training loss of every step, in nats per token.
         seconds: wall time of every step; the device is idle at its start and end.
         memory: bytes, counted as `memory_kind` says; 0 before it was measured.
-        held_out_loss: mean loss, in nats per token, of what it was judged by; NaN before.
     """
 
     def __init__(self, name: str, model: GPT, *, steps: int, lr: float) -> None:
@@ -48,7 +47,6 @@ class Trainee:
         self.losses: list[float] = []
         self.seconds: list[float] = []
         self.memory = 0
-        self.held_out_loss = math.nan
 
     @property
     def device(self) -> torch.device:
@@ -102,16 +100,6 @@ class Trainee:
             with bytes_saved_for_backward(self.model) as saved:
                 self.step(idx, targets)
             self.memory = sum(saved.values())
-
-    @torch.no_grad()
-    def judge(self, batches: list[tuple[Tensor, Tensor]]) -> None:
-        """Measure `held_out_loss` over `batches`.
-
-        Calls ``model.forward``, which is never compiled: every model is judged by the same eager
-        FP32 arithmetic, however its parameters were trained, and nothing recompiles.
-        """
-        losses = [self.model.forward(idx, targets).item() for idx, targets in batches]
-        self.held_out_loss = statistics.fmean(losses)
 
     @contextlib.contextmanager
     def _clock(self) -> Iterator[None]:

@@ -84,6 +84,7 @@ from .values import (
     attribute,
     autocast_region,
     backward_is_unknown,
+    bytes_of,
     captured,
     dtype,
     fake_mode,

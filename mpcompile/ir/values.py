@@ -18,7 +18,7 @@ from ..rules.op_names import op_key
 from ..rules.table import TABLE
 from ..torch_inside.graphs import schema
 from ..torch_inside.names import FakeTensor, FakeTensorMode, HigherOrderOperator, OpOverload
-from .shapes import Size
+from .shapes import Size, hint
 
 aten = torch.ops.aten
 _CASTS = re.compile(r"\.(?:to|type|type_as)\(([^()]*)")  # in a line of code: what they are given
@@ -138,6 +138,11 @@ def tensors_of(value: Any) -> Iterator[torch.Tensor]:
     elif isinstance(value, (tuple, list)):
         for item in value:
             yield from tensors_of(item)
+
+
+def bytes_of(value: Any) -> int:
+    """The bytes of all tensors in a value; symbolic sizes are those that it was traced with."""
+    return sum(hint(x.numel()) * x.element_size() for x in tensors_of(value))
 
 
 def was_f32(node: fx.Node) -> bool:

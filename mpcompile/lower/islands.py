@@ -49,7 +49,6 @@ is faster op by op, too: Inductor's C++ draws random numbers one at a time, torc
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 from unittest import mock
@@ -216,12 +215,8 @@ _LEAST = 1 << 20
 
 def gains(piece: Iterable[fx.Node]) -> bool:
     """Whether these operators, which would be compiled together, are faster so."""
-    written = 0
-    for node in filter(ir.is_op, piece):
-        value = ir.tensor(node)
-        if value is not None and ir.is_pointwise(node):
-            written += math.prod(map(ir.hint, value.shape)) * value.element_size()
-    return written >= _LEAST
+    written = (ir.tensor(n) for n in piece if ir.is_op(n) and ir.is_pointwise(n))
+    return ir.bytes_of([*written]) >= _LEAST
 
 
 def is_apart(node: fx.Node) -> bool:

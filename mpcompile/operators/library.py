@@ -34,6 +34,11 @@ def _define(
     torch.library.register_fake(f"mpcompile::{name}", fake, lib=_LIBRARY)
 
 
+def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Of an autograd.Function: none that Dynamo traces, or that is differentiated in turn."""
+    return torch.compiler.disable(once_differentiable(backward))  # type: ignore[no-any-return]
+
+
 def _nothing(*args: Any) -> None:
     """The fake of an operator that returns nothing."""
 
@@ -63,8 +68,7 @@ class ScaleGrad(torch.autograd.Function):
         return x.detach()
 
     @staticmethod
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, None]:
         (scale,) = ctx.saved_tensors
         return None if grads[0] is None else grads[0] * scale, None
@@ -82,13 +86,9 @@ class UnscaleGrad(torch.autograd.Function):
         return x.detach()
 
     @staticmethod
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    @once_differentiable
-    def backward(
-        ctx: Any, *grads: torch.Tensor | None
-    ) -> tuple[torch.Tensor | None, None, torch.Tensor | None]:
-        (scale,) = ctx.saved_tensors
-        grad = grads[0]
+    @differentiable_once
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        (scale,), (grad,) = ctx.saved_tensors, grads
         if grad is None:
             return None, None, None
         values = sparse_values(grad) if grad.is_sparse else grad  # nn.Embedding(sparse=True)
@@ -115,15 +115,10 @@ class _ReadCopy(torch.autograd.Function):
         return copy.detach()
 
     @staticmethod
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, None]:
-        (grad,) = grads
-        if grad is None:
-            return None, None
-        for dim, size in enumerate(ctx.shape):  # a copy may be stored padded
-            grad = grad if grad.shape[dim] == size else grad.narrow(dim, 0, size)
-        return grad.to(ctx.dtype), None
+        real = tuple(map(slice, ctx.shape))  # a copy may be stored padded
+        return None if grads[0] is None else grads[0][real].to(ctx.dtype), None
 
 
 _LIBRARY.impl("read_copy", _ReadCopy.apply, "CompositeImplicitAutograd")
@@ -150,8 +145,7 @@ class _SoftmaxLow(torch.autograd.Function):
         return result
 
     @staticmethod
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         (result,) = ctx.saved_tensors
         p, grad = result.to(ctx.dtype), grads[0].to(ctx.dtype)
@@ -213,18 +207,10 @@ def _unscale_all(
     torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default(gradients, found, inverse)
 
 
-_define(
-    "cast_all(Tensor[] tensors, ScalarType dtype) -> Tensor[]",
-    _cast_all,
-    _fake_cast_all,
-    fixed_layout=True,
-)
-_define(
-    "unscale_all(Tensor(a!)[] gradients, Tensor(b!) found, Tensor inverse) -> ()",
-    _unscale_all,
-    _nothing,
-    fixed_layout=True,
-)
+_CAST = "cast_all(Tensor[] tensors, ScalarType dtype) -> Tensor[]"
+_UNSCALE = "unscale_all(Tensor(a!)[] gradients, Tensor(b!) found, Tensor inverse) -> ()"
+_define(_CAST, _cast_all, _fake_cast_all, fixed_layout=True)
+_define(_UNSCALE, _unscale_all, _nothing, fixed_layout=True)
 
 # -- places in a traced training step --------------------------------------------------------------
 

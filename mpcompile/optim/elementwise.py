@@ -53,17 +53,14 @@ def _is_elementwise(node: fx.Node, reached: dict[fx.Node, set[Layout | None]]) -
     if not node.all_input_nodes:
         return node.target in _CONSTANT
     if not reached[node]:  # computed from numbers and constants alone
-        return is_pointwise(node) or not any(v.ndim for v in _tensors(node))
-    shapes = {tuple(v.shape) for n in node.all_input_nodes for v in _tensors(n) if reached[n]}
-    results = {tuple(v.shape) for v in _tensors(node)}
+        return is_pointwise(node) or not any(v.ndim for v in ir.tensors_of(node.meta["val"]))
+    values = [n.meta["val"] for n in node.all_input_nodes if reached[n]]
+    shapes = {tuple(v.shape) for v in ir.tensors_of(values)}
+    results = {tuple(v.shape) for v in ir.tensors_of(node.meta["val"])}
     name = getattr(node.target, "__name__", "")
     several = name.startswith(("_foreach_", "getitem"))  # the multi-tensor form of pointwise ones
     keeps_places = several or (is_pointwise(node) and len(shapes) == 1)
     return len(reached[node]) == 1 and results <= shapes and keeps_places
-
-
-def _tensors(node: fx.Node) -> list[torch.Tensor]:
-    return [*ir.tensors_of(node.meta["val"])]
 
 
 def check_state(members: Sequence[Member], optimizer: Optimizer) -> None:

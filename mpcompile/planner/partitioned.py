@@ -109,7 +109,7 @@ def _describe(node: fx.Node) -> Saved:
         module=".".join("*" if word.isdigit() else word for word in words),
         shape=tuple(map(hint, value.shape)),
         dtype=value.dtype,
-        bytes=hint(value.numel()) * value.element_size(),
+        bytes=ir.bytes_of(value),
         copied=_is_copy(node),
     )
 

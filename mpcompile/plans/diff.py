@@ -11,7 +11,6 @@ Compared are precision, rule and planned type. Times, reasons and source lines a
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -165,42 +164,19 @@ def _decision(node: PlanNode) -> tuple[str, ...]:
 def _matched(a: Sequence[PlanNode], b: Sequence[PlanNode]) -> dict[int, int]:
     """Place in `a` -> place in `b` of the same node."""
     partner: dict[int, int] = {}
-    _by_name(a, b, partner, _kind)
-    left, right = _left(a, b, partner)
-    kinds = [_kind(a[i]) for i in left], [_kind(b[j]) for j in right]
-    # autojunk would skip what is frequent: operators are.
-    matcher = difflib.SequenceMatcher(None, *kinds, autojunk=False)
-    for at, to, size in matcher.get_matching_blocks():
-        partner.update(zip(left[at : at + size], right[to : to + size], strict=True))
-    _by_name(a, b, partner, lambda node: node.op)
+    keys: tuple[Callable[[PlanNode], Hashable], ...] = (
+        lambda n: (n.name, n.module, n.op), lambda n: (n.module, n.op), lambda n: (n.name, n.op),
+    )  # fmt: skip
+    for key in keys:
+        taken, places = {*partner.values()}, defaultdict[Hashable, list[int]](list)
+        for j, node in enumerate(b):
+            if j not in taken and not node.is_added:
+                places[key(node)].append(j)
+        for i, node in enumerate(a):
+            if i not in partner and not node.is_added and places[key(node)]:
+                partner[i] = places[key(node)].pop(0)
     _added(a, b, partner)
     return partner
-
-
-def _kind(node: PlanNode) -> tuple[str, str]:
-    return node.module, node.op
-
-
-def _left(
-    a: Sequence[PlanNode], b: Sequence[PlanNode], partner: dict[int, int]
-) -> tuple[list[int], list[int]]:
-    """The places of the program's nodes that have no partner yet."""
-    taken = set(partner.values())
-    left = [i for i, node in enumerate(a) if i not in partner and not node.is_added]
-    return left, [j for j, node in enumerate(b) if j not in taken and not node.is_added]
-
-
-def _by_name(
-    a: Sequence[PlanNode],
-    b: Sequence[PlanNode],
-    partner: dict[int, int],
-    kind: Callable[[PlanNode], Hashable],
-) -> None:
-    """Match the program's nodes that have the same name and are of the same kind."""
-    left, right = _left(a, b, partner)
-    places = {(b[j].name, kind(b[j])): j for j in right}
-    keys = {i: (a[i].name, kind(a[i])) for i in left}
-    partner.update({i: places[key] for i, key in keys.items() if key in places})
 
 
 def _added(a: Sequence[PlanNode], b: Sequence[PlanNode], partner: dict[int, int]) -> None:

@@ -27,11 +27,11 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.autograd.function import once_differentiable
 
 from ..devices.registry import capabilities
 from ..ir.fakes import memory_for
 from ..ir.step_config import CopyLayout
+from ..operators.library import differentiable_once
 from ..torch_inside.names import keeps_graph, suggest_memory_format
 from ..torch_inside.tensors import holders, hooks_on, version
 from . import parameters
@@ -300,8 +300,7 @@ class _ReadCopies(torch.autograd.Function):
         return tuple(copy.stored.detach() for copy in copies)
 
     @staticmethod
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
         results: dict[int, torch.Tensor] = {}
         wide: dict[int, torch.Tensor] = {}  # those that leave in FP32, as they came

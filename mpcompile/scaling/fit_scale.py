@@ -28,7 +28,6 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.autograd.function import once_differentiable
 
 from .. import ir
 from ..devices.registry import RandomState
@@ -36,6 +35,7 @@ from ..errors import MPCompileError
 from ..ir.fakes import duplicate
 from ..ir.inputs import GraphInputs
 from ..ir.second_backward import notice
+from ..operators.library import differentiable_once
 from ..torch_inside.names import keeps_graph
 from ..torch_inside.tensors import base_of, version, whole
 from .loss_scale import LossScale
@@ -257,8 +257,7 @@ class _Fitted(torch.autograd.Function):
         return tuple(own)
 
     @staticmethod
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
         versions = [version(x) if is_trained(x) else None for x in ctx.args]
         gradients = ctx.trial.find(ctx.args, grads, written=versions != ctx.versions)

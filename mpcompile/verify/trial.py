@@ -294,14 +294,8 @@ def _peak(gm: fx.GraphModule, nodes: Sequence[Any]) -> float:
     return _SIZES * peak
 
 
-def _bytes(node: fx.Node) -> float:
-    value = node.meta.get("val")
-    tensors = value if isinstance(value, (tuple, list)) else (value,)
-    return sum(
-        math.prod(map(ir.hint, t.shape)) * t.element_size()
-        for t in tensors
-        if isinstance(t, torch.Tensor)
-    )
+def _bytes(node: fx.Node) -> int:
+    return ir.bytes_of(node.meta.get("val"))
 
 
 def _free(inputs: Sequence[Any]) -> float:

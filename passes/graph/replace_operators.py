@@ -46,7 +46,6 @@ linear is LOW, the loss FULL. The reason of a loss that is not fused says why.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -134,7 +133,7 @@ def _expand(graph: fx.Graph, node: fx.Node, shown: dict[Any, fx.Node]) -> None:
         """A mask, of which Inductor would make each element again in each pass of each softmax."""
         if (place := (key, ir.regions(node))) not in shown:
             mask, kept = make(), torch.ops.mpcompile.kept.default
-            is_small = _HEADS * _elements(mask) <= _elements(scores)
+            is_small = _HEADS * ir.hint(ir.value(mask).numel()) <= ir.hint(ir.value(scores).numel())
             shown[place] = call("mask", between, kept, mask) if is_small else mask
         return shown[place]
 
@@ -166,10 +165,6 @@ def _expand(graph: fx.Graph, node: fx.Node, shown: dict[Any, fx.Node]) -> None:
     ir.stands_for(out, node)
     node.replace_all_uses_with(out)
     graph.erase_node(node)
-
-
-def _elements(node: fx.Node) -> int:
-    return math.prod(map(ir.hint, ir.shape(node)))
 
 
 LOSS = aten.cross_entropy_loss.default

@@ -184,29 +184,21 @@ def _again(view: fx.Node, cast: fx.Node) -> fx.Node:
 
 def scatter_into_sums(graph: fx.Graph) -> bool:
     """Rewrite the graph. Returns whether anything changed."""
-    found = [n for n in graph.find_nodes(op="call_function", target=_SCATTER) if _to_zeros(n)]
     changed = False
-    for node in found:
-        (add, *more) = node.users
-        if more or add.target is not aten.add.Tensor or len(add.args) > 2 or add.kwargs:
-            continue
-        others = [n for n in add.all_input_nodes if n is not node and _is_alike(n, add)]
-        if not others:
-            continue
-        with graph.inserting_before(add):
-            add.replace_all_uses_with(ir.new_call(graph, _SCATTER, others[0], *node.args[1:]))
-        graph.erase_node(add)
-        graph.erase_node(node)
-        changed = True
+    for node in graph.find_nodes(op="call_function", target=_SCATTER):
+        zeros, (add, *more) = node.args[0], node.users
+        plain = add.target is aten.add.Tensor and len(add.args) == 2 and not (add.kwargs or more)
+        others = [n for n in add.all_input_nodes if n is not node and _lie_alike(n, add)]
+        if zeros.target is aten.full.default and zeros.args[1] == 0 and plain and others:
+            with graph.inserting_before(add):
+                add.replace_all_uses_with(ir.new_call(graph, _SCATTER, others[0], *node.args[1:]))
+            graph.erase_node(add)
+            graph.erase_node(node)
+            changed = True
     return changed
 
 
-def _to_zeros(scatter: fx.Node) -> bool:
-    onto: Any = scatter.args[0]
-    return bool(onto.target is aten.full.default and onto.args[1] == 0)
-
-
-def _is_alike(a: fx.Node, b: fx.Node) -> bool:
+def _lie_alike(a: fx.Node, b: fx.Node) -> bool:
     one, other = ir.value(a), ir.value(b)
     alike = one.dtype is other.dtype and ir.same_shape(one.shape, other.shape)
-    return bool(alike and one.stride() == other.stride())
+    return alike and one.stride() == other.stride()

@@ -9,7 +9,7 @@ import pytest
 import torch
 from repository import ROOT
 
-from benchmarks import first_steps, gpt, optimizer_step, serving, small, step_times
+from benchmarks import first_steps, gpt, optimizer_step, serving, step_profile
 from benchmarks import saved_bytes as cases
 from benchmarks.__main__ import main, registry
 from benchmarks.first_steps.trainings import TINY as TINY_TRAININGS
@@ -196,7 +196,8 @@ def test_list_prints_a_line_each(capsys: pytest.CaptureFixture[str]) -> None:
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == sorted(registry())
     assert [line.split()[0] for line in lines if line.endswith("(cpu only)")] == [
-        "ablations", "cpu_traffic", "gpu_traffic", "second_order", "serving", "verified", "zoo",
+        "ablations", "cpu_traffic", "gpu_traffic", "second_order", "serving",
+        "step_profile", "verified", "zoo",
     ]  # fmt: skip
 
 
@@ -277,22 +278,11 @@ def test_first_steps_tiny(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
 
 
 @pytest.mark.slow("a benchmark's own test, which runs it small")
-def test_small_tiny() -> None:
-    report = small.run(Settings(device=CPU, quick=True))
-    models = [model.name for model in small.TINY.models]
-    assert list(report.data["first_loss"]) == models
-    for losses in report.data["first_loss"].values():
-        full = losses[step_times.FP32]
-        assert all(abs(loss - full) < 0.05 * full for loss in losses.values())
-    assert len(report.verdicts) == len(models) * len(step_times.OURS)
-
-
-def test_the_better_peer_is_the_base() -> None:
-    seconds = {step_times.FP32: [2.0], step_times.AUTOCAST: [1.0]}
-    ours = {step_times.O1: [0.5], step_times.O2: [4.0]}
-    base, found = small.over_better({**seconds, **ours})
-    assert base == step_times.AUTOCAST
-    assert [found[arm].paired for arm in step_times.OURS] == [2.0, 0.25]
+def test_step_profile_tiny() -> None:
+    found = step_profile.run(Settings(device=CPU, quick=True)).data["profiled"]
+    assert all([*arms] == [*step_profile.ARMS] for arms in found.values())
+    every = [kinds for arms in found.values() for kinds in arms.values()]
+    assert all(k[step_profile.PRODUCTS] > 0 < k[step_profile.OPTIMIZER] for k in every)
 
 
 def test_deviations_are_of_the_mean_and_of_the_worst_pair() -> None:

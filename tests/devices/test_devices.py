@@ -22,7 +22,7 @@ from mpcompile.devices.registry import accumulate_in_fp32, capabilities, check_a
 from mpcompile.errors import MPCompileWarning
 from mpcompile.lower.joint import JointPasses, joint_passes
 from mpcompile.passes.joint.keep_normalized import keep_normalized
-from mpcompile.passes.joint.lowered_faults import read_low_results
+from mpcompile.passes.joint.lowered_faults import read_low_results, scatter_into_sums
 from mpcompile.planner.graph_plan import GraphPlan
 from mpcompile.planner.target import target_of
 from mpcompile.profile import Profile, store
@@ -31,7 +31,7 @@ from mpcompile.runtime.check_module import check_module
 from mpcompile.settings import Settings
 
 PLAIN = JointPasses(
-    parting=(keep_normalized,), lowered=(read_low_results,), keeps_casts=True
+    parting=(keep_normalized,), lowered=(read_low_results, scatter_into_sums), keeps_casts=True
 )  # nothing of a device's own
 
 

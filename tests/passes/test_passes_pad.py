@@ -255,14 +255,13 @@ def test_a_weight_that_is_read_in_fp32_too_is_read_with_its_copy() -> None:
     def program(tokens: Tensor, w: Tensor) -> Tensor:
         return F.linear(F.embedding(tokens, w), w)
 
-    tokens = torch.zeros(8, dtype=torch.int64)
-    stage = placed(program, tokens, leaf(21, 13), level="O1", copied={1: None}, until=read_copies)
+    inputs = torch.zeros(8, dtype=torch.int64), leaf(21, 13)
+    stage = placed(program, *inputs, level="O1", copied={1: None}, until=read_copies)
     (linear,), (embedding,) = nodes(stage, "linear"), nodes(stage, "embedding")
     read, (master, kept) = linear.all_input_nodes[1], linear.all_input_nodes[1].all_input_nodes
     assert read.target is torch.ops.mpcompile.read_copy.default
     assert embedding.all_input_nodes[0] is master is stage.node("w")
-    assert tuple(ir.shape(read)) == tuple(ir.shape(kept)) == (24, 16)
-    assert tuple(ir.shape(master)) == (21, 13)
+    assert [tuple(ir.shape(n)) for n in (read, kept, master)] == [(24, 16), (24, 16), (21, 13)]
 
 
 def test_a_copy_that_another_graph_stores_in_its_own_shape_is_cut_and_padded() -> None:

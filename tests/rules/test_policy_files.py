@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from documents import blocks
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from module_of import module_of
 from repository import ROOT
@@ -58,12 +58,12 @@ def read_back(policy: Policy, path: Path, comments: dict[str, str] | None = None
 @pytest.mark.slow("torch's operator table")
 @both
 @given(policy=policies(), reason=st.text())
+@settings(deadline=None)
 def test_a_round_trip_is_exact(
     suffix: str, policy: Policy, reason: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     path = tmp_path_factory.getbasetemp() / f"pins{suffix}"
-    pins = [*policy.modules, *policy.nodes]
-    for comments in ({}, dict.fromkeys(pins, reason)):
+    for comments in ({}, dict.fromkeys([*policy.modules, *policy.nodes], reason)):
         found = read_back(policy, path, comments)
         assert (found.low, found.full, found.keep) == (policy.low, policy.full, policy.keep)
         assert list(found.modules.items()) == list(policy.modules.items())

@@ -247,7 +247,7 @@ def test_fill(name: str) -> None:
     """Every overload has the argument, and all elements hold it."""
     argument = TABLE[f"aten::{name}"].fill
     packet = getattr(aten, name)
-    for overload in map(packet.__getattr__, packet.overloads()):
+    for overload in (getattr(packet, one) for one in packet.overloads()):
         assert argument in [a.name for a in overload._schema.arguments]
     given = {"full": ([3], 2.5), "full_like": (X, 2.5), "new_full": (X, [3], 2.5)}
     assert bool((packet(*given.get(name, (2.5,))) == 2.5).all())

@@ -117,48 +117,37 @@ def test_where_nothing_is_gained_all_read_the_result(program: Program) -> None:
 # -- sums of rows ----------------------------------------------------------------------------------
 
 
-def rows_of(tokens: torch.Tensor, g: torch.Tensor, onto: torch.Tensor) -> torch.Tensor:
-    put: Any = torch.ops.aten._unsafe_masked_index_put_accumulate
-    return put(onto, (tokens != 3).unsqueeze(-1), [tokens], g)  # type: ignore[no-any-return]
-
-
-def tied(tokens: torch.Tensor, g: torch.Tensor, head: torch.Tensor) -> tuple[torch.Tensor]:
-    return (head.to(g.dtype) + rows_of(tokens, g, torch.full((8, 4), 0.0, dtype=g.dtype)),)
-
-
-def test_an_embeddings_gradient_is_added_to_that_of_the_head() -> None:
+@pytest.mark.parametrize(("sum_", "onto", "taken"), [
+    (lambda rows, head: (head + rows,), 0.0, True),
+    (lambda rows, head: (head + rows,), 1.0, False),
+    (lambda rows, head: (head + rows, rows), 0.0, False),  # read by another
+    (lambda rows, head: (head + 2 * rows,), 0.0, False),
+    (lambda rows, head: (torch.add(head, rows, alpha=2),), 0.0, False),
+    (lambda rows, head: (rows + head[:1],), 0.0, False),  # of another shape
+    (lambda rows, head: (rows + head.t().contiguous().t(),), 0.0, False),  # laid out otherwise
+    (lambda rows, head: (rows + 1.0,), 0.0, False),
+    (lambda rows, head: (rows + rows,), 0.0, False),
+    (lambda rows, head: (rows,), 0.0, False),
+])  # fmt: skip
+def test_an_embeddings_gradient_is_added_to_that_of_the_head(
+    sum_: Program, onto: float, taken: bool
+) -> None:
     """Tokens that occur twice, and one that is masked."""
+
+    def program(tokens: torch.Tensor, g: torch.Tensor, head: torch.Tensor) -> Any:
+        put: Any = torch.ops.aten._unsafe_masked_index_put_accumulate
+        seen, table = (tokens != 3).unsqueeze(-1), torch.full((8, 4), onto, dtype=g.dtype)
+        return sum_(put(table, seen, [tokens], g), head.to(g.dtype))
+
     inputs = torch.tensor([1, 5, 5, 3]), torch.randn(4, 4), torch.randn(8, 4).half()
-    gm = traced(tied, *inputs)
-    assert scatter_into_sums(gm.graph)
+    exact = program(inputs[0], *(x.double() for x in inputs[1:]))
+    gm = traced(program, *inputs)
+    assert scatter_into_sums(gm.graph) is taken
     assert not scatter_into_sums(gm.graph)
     gm.graph.eliminate_dead_code()
-    assert not {"aten.full.default", "aten.add.Tensor"} & {*targets(gm)}
+    assert {"aten.full.default", "aten.add.Tensor"}.isdisjoint(targets(gm)) is taken
     gm.recompile()
-    given = inputs[2].clone()
-    exact = tied(*inputs[:1], *(x.double() for x in inputs[1:]))[0]
-    assert (gm(*inputs)[0] - exact).abs().max() < 1e-6
-    assert torch.equal(inputs[2], given)
-
-
-@pytest.mark.parametrize("sum_", [
-    lambda rows, head: (head.float() + rows, rows),  # read by another
-    lambda rows, head: (head.float() + 2 * rows,),
-    lambda rows, head: (torch.add(head.float(), rows, alpha=2),),
-    lambda rows, head: (rows + head[:1].float(),),  # of another shape
-    lambda rows, head: (rows + head.float().t().contiguous().t(),),  # laid out otherwise
-    lambda rows, head: (rows + 1.0,),
-    lambda rows, head: (rows + rows,),
-    lambda rows, head: (rows,),
-])  # fmt: skip
-def test_other_sums_stay(sum_: Program) -> None:
-    def program(tokens: torch.Tensor, g: torch.Tensor, head: torch.Tensor) -> Any:
-        return sum_(rows_of(tokens, g, torch.full((8, 4), 0.0)), head)
-
-    inputs = torch.tensor([1, 5]), torch.randn(2, 4), torch.randn(8, 4).half()
-    assert not scatter_into_sums(traced(program, *inputs).graph)
-    more: Program = lambda *a: (a[2].float() + rows_of(*a[:2], torch.full((8, 4), 1.0)),)  # noqa: E731
-    assert not scatter_into_sums(traced(more, *inputs).graph)
+    assert all((one - two).abs().max() < 1e-6 for one, two in zip(gm(*inputs), exact, strict=True))
 
 
 @pytest.mark.slow("compiles by Inductor")

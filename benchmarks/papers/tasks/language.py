@@ -28,7 +28,7 @@ from torch import Generator, Tensor, nn
 
 from benchmarks.harness.ways import Trainer
 from benchmarks.papers.task import Metrics, OneModel, Probe, Task, one_cycle
-from mpcompile.demo import GPT, GPTConfig, corpus, held_out_batches, text_batches
+from mpcompile.demo import GPT, GPTConfig, corpus, text_batches
 
 CELLS, WIDTH, LAYERS = 128, 64, 2
 BATCH, TIME, DRAWN = 32, 20, 512
@@ -182,13 +182,18 @@ class Words:
     count: int
 
 
+def _cut() -> tuple[Tensor, Tensor]:
+    """The demo's text, as bytes: whole topics of it, the last tenth, are held out."""
+    text = corpus()
+    return text[: (at := int(0.9 * len(text)))], text[at:]
+
+
 @functools.cache
 def words() -> Words:
     """Words in lower case, numbers and signs; the last tenth of the text is held out."""
-    text = corpus()
     train, held_out = (
         re.findall(r"[a-z_]+|[0-9]+|[^\sa-z_0-9]", bytes(part.tolist()).decode().lower())
-        for part in (text.train, text.held_out)
+        for part in _cut()
     )
     counts = collections.Counter(train).most_common()
     frequent = [word for word, count in counts if count >= LEAST]
@@ -227,10 +232,7 @@ GPT_MICRO_BATCHES = 1024
 @functools.cache
 def _text() -> tuple[Tensor, Tensor]:
     """What is trained on, what is held out: ASCII, with ? for anything else."""
-    text = corpus()
-    train, held_out = (
-        part.where(part < SIZE.vocab, ord("?")) for part in (text.train, text.held_out)
-    )
+    train, held_out = (part.where(part < SIZE.vocab, ord("?")) for part in _cut())
     return train, held_out
 
 
@@ -254,9 +256,10 @@ class _GPTTraining(OneModel):
 
     @torch.no_grad()
     def judge(self) -> Metrics:
-        parts = held_out_batches(_text()[1], batch=GPT_BATCH, context=SIZE.context, limit=64)
-        device = self._device
-        losses = [self._net.forward(idx.to(device), y.to(device)).item() for idx, y in parts]
+        text, batch = _text()[1].to(self._device), (GPT_BATCH, SIZE.context)
+        count = min(64, (len(text) - 1) // math.prod(batch))
+        parts = (text[i:][: count * math.prod(batch)].view(count, *batch) for i in (0, 1))
+        losses = [self._net.forward(idx, y).item() for idx, y in zip(*parts, strict=True)]
         loss = statistics.fmean(losses)
         return {"held-out loss": loss, "perplexity": math.exp(loss)}
 
