@@ -11,8 +11,8 @@ embedding, tied to the head), and the copy is an additional input. Its gradient 
 
     weight_f16: f16 = to(weight, f16)      ->      weight_f16: f16 = read_copy(weight, weight_copy)
 
-So the compiled backward adds up both, and the optimizer gets one. A weight that this graph writes
-is read as it is written.
+So the compiled backward adds up both, and the optimizer gets one. Where it has no gradient, the
+copy is read as it is. A weight that this graph writes is read as it is written.
 
 A copy is stored in the shape that its cast is padded to, so the pad is removed with the cast:
 
@@ -71,11 +71,12 @@ def _read(
         ir.set_value(copy, value)
         ir.copy_of.set(copy, number)
     else:
-        given = ir.add_input(graph, f"{node.name}_copy", value, like=node)
+        copy = given = ir.add_input(graph, f"{node.name}_copy", value, like=node)
         ir.copy_of.set(given, number)
-        with graph.inserting_before(ir.after(given)):
-            operator, name = torch.ops.mpcompile.read_copy.default, f"{node.name}_read"
-            copy = ir.insert(operator, node, given, name=name, like=node, decision=_READ)
+        if torch.is_grad_enabled() and ir.requires_grad(node):
+            with graph.inserting_before(ir.after(given)):
+                operator, name = torch.ops.mpcompile.read_copy.default, f"{node.name}_read"
+                copy = ir.insert(operator, node, given, name=name, like=node, decision=_READ)
     for pad in pads:
         if ir.same_shape(ir.value(pad).shape, value.shape):
             pad.replace_all_uses_with(copy)

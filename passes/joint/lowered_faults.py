@@ -188,8 +188,9 @@ def scatter_into_sums(graph: fx.Graph) -> bool:
     for node in graph.find_nodes(op="call_function", target=_SCATTER):
         zeros, (add, *more) = node.args[0], node.users
         plain = add.target is aten.add.Tensor and len(add.args) == 2 and not (add.kwargs or more)
-        others = [n for n in add.all_input_nodes if n is not node and _lie_alike(n, add)]
-        if zeros.target is aten.full.default and zeros.args[1] == 0 and plain and others:
+        rest = [n for n in add.all_input_nodes if n is not node] if plain else []
+        others = [n for n in rest if _lie_alike(n, add)]
+        if zeros.target is aten.full.default and zeros.args[1] == 0 and others:
             with graph.inserting_before(add):
                 add.replace_all_uses_with(ir.new_call(graph, _SCATTER, others[0], *node.args[1:]))
             graph.erase_node(add)

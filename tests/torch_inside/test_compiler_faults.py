@@ -127,7 +127,7 @@ def test_where_nothing_is_gained_all_read_the_result(program: Program) -> None:
     (lambda rows, head: (rows + head.t().contiguous().t(),), 0.0, False),  # laid out otherwise
     (lambda rows, head: (rows + 1.0,), 0.0, False),
     (lambda rows, head: (rows + rows,), 0.0, False),
-    (lambda rows, head: (rows,), 0.0, False),
+    (lambda rows, head: (rows, head), 0.0, False),
 ])  # fmt: skip
 def test_an_embeddings_gradient_is_added_to_that_of_the_head(
     sum_: Program, onto: float, taken: bool
