@@ -152,7 +152,8 @@ def _expand(graph: fx.Graph, node: fx.Node, shown: dict[Any, fx.Node]) -> None:
             mask = once(tuple(shape), causal)
         if mask is not None and ir.dtype(mask) is torch.bool:
             # As numbers: a kernel that reads bools takes them apart, one by one.
-            seen = once(mask, lambda: call("seen", between, aten.to.dtype, mask, torch.float32))
+            key = (mask, node if ir.is_mutable(mask) else None)  # what is written is another mask
+            seen = once(key, lambda: call("seen", between, aten.to.dtype, mask, torch.float32))
             hidden = call("hidden", between, aten.eq.Scalar, seen, 0)
             scores = call("masked", between, aten.masked_fill.Scalar, scores, hidden, float("-inf"))
         elif mask is not None:

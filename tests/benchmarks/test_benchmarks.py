@@ -280,7 +280,6 @@ def test_first_steps_tiny(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
 @pytest.mark.slow("a benchmark's own test, which runs it small")
 def test_step_profile_tiny() -> None:
     found = step_profile.run(Settings(device=CPU, quick=True)).data["profiled"]
-    assert all([*arms] == [*step_profile.ARMS] for arms in found.values())
     every = [kinds for arms in found.values() for kinds in arms.values()]
     assert all(k[step_profile.PRODUCTS] > 0 < k[step_profile.OPTIMIZER] for k in every)
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from compare import LEVELS, Compared, check
+from compare import EMITS, LEVELS, Compared, check
 from torch import Tensor
 
 from mpcompile import Policy, compiled_plans, mpcompile
@@ -112,20 +112,21 @@ def test_a_row_masked_by_minus_infinity_is_zero(level: str, kind: str) -> None:
 
 
 @LEVELS
-@pytest.mark.parametrize("emit", ["aot_eager", "inductor"])
+@EMITS
 @pytest.mark.parametrize(("heads", "kept"), [(4, 1), (3, 0)])
 def test_attentions_share_a_mask_in_memory(level: str, emit: str, heads: int, kept: int) -> None:
-    """One of every head's, a causal one, and one inside a checkpoint, which has its own."""
+    """Of every head's, causal ones, one inside a checkpoint, and one that is written between."""
 
     def program(q: Tensor, k: Tensor, v: Tensor, visible: Tensor) -> Tensor:
-        own = visible & True
-        attend = lambda x: F.scaled_dot_product_attention(x, k, v, own)  # noqa: E731
-        q = torch.utils.checkpoint.checkpoint(attend, attend(attend(q)), use_reentrant=False)
+        own, other = visible & True, visible.clone()
+        q = masked(masked(masked(q, k, v, own), k, v, own), k, v, other)
+        other[:, 1:9] = False  # another mask then
+        q = masked(q, k, v, other)
+        q = torch.utils.checkpoint.checkpoint(masked, q, k, v, own, use_reentrant=False)
         return causal(causal(q, k, v), k, v)
 
-    visible = torch.rand(16, 16) > 0.4
-    seen = run(program, *qkv(1, heads, 16, 8), visible, level=level, emit=emit)
-    assert [*seen.ops("FULL")].count("mpcompile::kept") == 3 * kept
+    seen = run(program, *qkv(1, heads, 16, 8), torch.rand(16, 16) > 0.4, level=level, emit=emit)
+    assert [*seen.ops("FULL")].count("mpcompile::kept") == 5 * kept
 
 
 def test_a_row_masked_by_the_lowest_number_is_uniform() -> None:
